@@ -75,6 +75,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave what was imported for a listing to the kernel: the interpreter would look through all of it at its end."""
     if config.getoption("listing"):
         gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
