@@ -200,9 +200,12 @@ HP_INLINE vf widen_f16(vh x) {
 #elif defined(HP_SIMD_AVX2)
   return reinterpret_cast<vf>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(x)));
 #else
-  vf y;
-  for (int i = 0; i < kLanes; ++i) y[i] = f16_to_float(x[i]);
-  return y;
+  // As f16_to_float, without branches. Compared as signed numbers, which is what SSE2 has.
+  const vu wide = widen_halves(x), magnitude = wide & 0x7fffu;
+  const vu is_special = reinterpret_cast<vu>(reinterpret_cast<vi>(magnitude) > 0x7bff);
+  const vu is_nan = reinterpret_cast<vu>(reinterpret_cast<vi>(magnitude) > 0x7c00);
+  const vu bits = float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f);
+  return bits_to_float(bits | (wide & 0x8000u) << 16 | (is_special & 0x7f800000u) | (is_nan & 0x400000u));
 #endif
 }
 
@@ -221,9 +224,16 @@ HP_INLINE vh narrow_f16(vf x) {
 #elif defined(HP_SIMD_AVX2)
   return reinterpret_cast<vh>(_mm256_cvtps_ph(reinterpret_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-  vh y;
-  for (int i = 0; i < kLanes; ++i) y[i] = float_to_f16(x[i]);
-  return y;
+  // As float_to_f16, without branches.
+  const vu bits = float_to_bits(x), magnitude = bits & 0x7fffffffu;
+  const vi size = reinterpret_cast<vi>(magnitude);
+  const vu normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const vu subnormal = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
+  const vu is_nan = reinterpret_cast<vu>(size > 0x7f800000), is_special = reinterpret_cast<vu>(size > 0x477fefff);
+  const vu special = 0x7c00u | (is_nan & (0x200u | ((magnitude >> 13) & 0x3ffu)));
+  const vu is_subnormal = reinterpret_cast<vu>(size < 0x38800000);
+  const vu finite = (subnormal & is_subnormal) | (normal & ~is_subnormal);
+  return low_halves((special & is_special) | (finite & ~is_special) | ((bits >> 16) & 0x8000u));
 #endif
 }
 

@@ -70,6 +70,22 @@ def test_add_rms_norm_changes_the_residual_and_normalises_the_sum(
     assert_rounded(out, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_numbers_of_16_bits_are_read_and_sums_of_them_rounded_as_torch_does(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    numbers = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
+    for other in (torch.full_like(numbers, -0.0), numbers[order]):
+        total = (numbers.float() + other.float()).to(dtype)
+        residual = numbers.clone().view(1, -1)
+        kernels.add_rms_norm(other.view(1, -1), residual, torch.ones(1 << 16, dtype=dtype), 1e-6)
+        is_nan = total.isnan()
+        assert torch.equal(residual[0].isnan(), is_nan)
+        # Bit for bit: zeros of different sign are equal as numbers.
+        assert torch.equal(residual[0][~is_nan].view(torch.int16), total[~is_nan].view(torch.int16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", WIDTHS)
 def test_layer_norm_of_rows_and_of_their_sums_with_a_branch(kernels: CpuKernels, n: int, dtype: torch.dtype) -> None:
