@@ -109,8 +109,8 @@ def collect(backend: str) -> tuple[Case, ...]:
     found = _Collection()
     with _quiet() as output, _working_directory(), _no_other_plugins():
         status = pytest.main([*_options(backend), "--collect-only", str(_SUITE)], plugins=[found])
-    if status != pytest.ExitCode.OK:
-        raise RuntimeError(f"the suite cannot be collected ({status!r}):\n{output.read_text()[-4000:]}")
+        if status != pytest.ExitCode.OK:
+            raise RuntimeError(f"the suite cannot be collected ({status!r}):\n{output.read_text()[-4000:]}")
     return tuple(found.cases)
 
 

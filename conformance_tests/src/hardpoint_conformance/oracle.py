@@ -28,6 +28,7 @@ Sums kept in half precision exceed this as soon as their partial sums grow: see 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,6 +68,20 @@ class Numbers:
         k, v = self.k[low:high], self.v[low:high]
         return Numbers(self.layer, self.q[begin:end], k, v, self.sinks, self.alibi, high - last - 1)
 
+    @cached_property
+    def distance(self) -> Tensor:
+        """int64[queries, context], key position minus query position."""
+        keys, end = len(self.k), len(self.k) - self.after
+        return torch.arange(keys)[None, :] - torch.arange(end - len(self.q), end)[:, None]
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """bool[queries, context], which keys are seen: none ahead, unless the layer sees both sides; of a window's only its number of
+        keys, which counts to each side."""
+        layer = self.layer
+        seen = self.distance <= 0 if layer.causal else torch.ones_like(self.distance, dtype=torch.bool)
+        return seen if layer.sliding_window is None else seen & (self.distance.abs() < layer.sliding_window)
+
 
 @dataclass(frozen=True)
 class Weighted:
@@ -102,26 +117,18 @@ def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | Non
         return x if rounded is None else x.to(rounded).to(arithmetic)
 
     layer = numbers.layer
-    distance = _distances(numbers)
     # In place: tensors of all queries by all keys are what takes the time.
     logits = r(_products(numbers.q.to(arithmetic), numbers.k.to(arithmetic)).mul_(layer.scale))
     if layer.soft_cap is not None:
         logits = r(r(r(logits.div_(layer.soft_cap)).tanh_()).mul_(layer.soft_cap))
     if numbers.alibi is not None:
-        logits = r(logits.add_(numbers.alibi.to(arithmetic)[:, None, None] * distance.to(arithmetic)))
-    logits.masked_fill_(~visible(layer, distance), float("-inf"))
+        logits = r(logits.add_(numbers.alibi.to(arithmetic)[:, None, None] * numbers.distance.to(arithmetic)))
+    logits.masked_fill_(~numbers.visible, float("-inf"))
     if numbers.sinks is not None:
         column = numbers.sinks.to(arithmetic)[:, None, None].expand(-1, len(numbers.q), 1)
         logits = torch.cat([logits, column], -1)
     weights = r(torch.softmax(logits, -1))[..., : len(numbers.k)]
     return Weighted(r(_mixed(weights, numbers.v.to(arithmetic))), weights, logits)
-
-
-def visible(layer: AttentionLayer, distance: Tensor) -> Tensor:
-    """Return which keys are seen, by key position minus query position: none ahead, unless the layer sees both sides; of a window's only
-    its number of keys, which counts to each side."""
-    seen = (distance <= 0) | (not layer.causal)
-    return seen if layer.sliding_window is None else seen & (distance.abs() < layer.sliding_window)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
@@ -138,11 +145,6 @@ def _mixed(weights: Tensor, v: Tensor) -> Tensor:
     _, kv_heads, dim = v.shape
     rows = weights.reshape(kv_heads, heads // kv_heads * queries, context)
     return (rows @ v.transpose(0, 1)).view(heads, queries, dim).transpose(0, 1)
-
-
-def _distances(numbers: Numbers) -> Tensor:
-    keys, end = len(numbers.k), len(numbers.k) - numbers.after
-    return torch.arange(keys)[None, :] - torch.arange(end - len(numbers.q), end)[:, None]
 
 
 @dataclass(frozen=True)
@@ -190,14 +192,13 @@ def _expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
 
 def _floor(numbers: Numbers, exact: Weighted, dtype: torch.dtype) -> Tensor:
     """Return the unavoidable error of each row, float64[queries, num_heads] (see the module)."""
-    distance = _distances(numbers)
     size = _products(numbers.q.double().abs(), numbers.k.double().abs()).mul_(abs(numbers.layer.scale))
     if numbers.alibi is not None:
-        size.add_((numbers.alibi.double()[:, None, None] * distance).abs())
+        size.add_((numbers.alibi.double()[:, None, None] * numbers.distance).abs())
     # Keys whose share of the result is next to nothing add no error to it, however large their logits are.
     counted = exact.weights > 1e-12 * exact.weights.sum(-1, keepdim=True)
     largest = torch.maximum(size.masked_fill_(counted.logical_not_(), 0.0).amax(-1), exact.log_sum.abs()).T
-    count = visible(numbers.layer, distance).sum(-1).double()[:, None]
+    count = numbers.visible.sum(-1).double()[:, None]
     values = _mixed(exact.weights, numbers.v.double().abs()).amax(-1)
     unit = torch.finfo(dtype).eps / 2
     single = 2.0**-24 * (4 + 2 * largest + count.sqrt())

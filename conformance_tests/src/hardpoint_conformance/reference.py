@@ -117,11 +117,15 @@ def _hidden(model: Model, text: Sequence[int], dtypes: Sequence[torch.dtype]) ->
     """Run the decoder in each type, layer by layer: weights that are expanded when they are looked up are so once."""
     shape = model.shape
     visible = _visible(len(text), shape.window)
+    rotations = [_rotation(shape, len(text), dtype) for dtype in dtypes]
     embedded = model.weights["model.embed_tokens.weight"][torch.tensor(text)]
     states = [embedded.to(dtype) for dtype in dtypes]
     for index in range(shape.layers):
         weights = {part: model.weights[f"model.layers.{index}.{part}.weight"] for part in _LAYER_PARTS}
-        states = [_layer(shape, weights, hidden, visible) for hidden in states]
+        states = [
+            _layer(shape, weights, hidden, visible, rotation)
+            for hidden, rotation in zip(states, rotations, strict=True)
+        ]
     norm = model.weights["model.norm.weight"]
     return [_normed(hidden, norm, shape) for hidden in states]
 
@@ -134,7 +138,9 @@ _LAYER_PARTS = (
 )
 
 
-def _layer(shape: Shape, weights: Mapping[str, Tensor], hidden: Tensor, visible: Tensor) -> Tensor:
+def _layer(
+    shape: Shape, weights: Mapping[str, Tensor], hidden: Tensor, visible: Tensor, rotation: tuple[Tensor, Tensor]
+) -> Tensor:
     """Run one layer in the type of its input, with norms, rotary angles and softmax in no less than float32."""
     dtype, tokens = hidden.dtype, len(hidden)
     wide = _wide(dtype)
@@ -144,7 +150,7 @@ def _layer(shape: Shape, weights: Mapping[str, Tensor], hidden: Tensor, visible:
 
     x = _normed(hidden, weights["input_layernorm"], shape)
     q, k, v = (linear(x, f"self_attn.{part}_proj").view(tokens, -1, shape.head_dim).transpose(0, 1) for part in "qkv")
-    q, k = _rotated(q, shape, wide), _rotated(k, shape, wide)
+    q, k = _rotated(q, *rotation), _rotated(k, *rotation)
     group = shape.heads // shape.kv_heads
     k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
     scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).to(wide).masked_fill(~visible, float("-inf"))
@@ -170,11 +176,15 @@ def _visible(length: int, window: int | None) -> Tensor:
     return (distance >= 0) & (distance < (window or length))
 
 
-def _rotated(x: Tensor, shape: Shape, wide: torch.dtype) -> Tensor:
-    """Return heads [heads, tokens, head_dim] after rotary embedding by halves (arXiv:2104.09864, Hugging Face's order)."""
-    half = shape.head_dim // 2
+def _rotation(shape: Shape, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [tokens, head_dim / 2] of the rotary angles, in `dtype`, of angles in no less than float32."""
+    half, wide = shape.head_dim // 2, _wide(dtype)
     frequencies = shape.rope_theta ** (-torch.arange(half, dtype=wide) / half)
-    angles = torch.arange(x.shape[1], dtype=wide)[:, None] * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    angles = torch.arange(tokens, dtype=wide)[:, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads [heads, tokens, head_dim] after rotary embedding by halves (arXiv:2104.09864, Hugging Face's order)."""
+    first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
