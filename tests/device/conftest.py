@@ -24,7 +24,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test on the device asked for, or on all drivers that need none."""
     if "target" not in metafunc.fixturenames:
         return
-    names = [DEVICE] if DEVICE else ["cpu:0", "cuda:0", "rocm:0", "ascend:0"]
+    names = [DEVICE] if DEVICE else ["cuda:0", "rocm:0", "ascend:0"]
+    if not DEVICE and "vendors_target" not in metafunc.fixturenames:
+        names.insert(0, "cpu:0")
     simulated = SIMULATION_EXPECTED if DEVICE else None
     ids = [name + ("-simulated" if simulated or (simulated is None and name != "cpu:0") else "") for name in names]
     metafunc.parametrize("target", names, ids=ids, indirect=True)
@@ -41,6 +43,12 @@ def target(request: pytest.FixtureRequest, record_property: Callable[[str, objec
     returned = made.has_free(before)
     made.table.close()
     assert returned, "device memory is missing"
+
+
+@pytest.fixture
+def vendors_target(target: DeviceTarget) -> DeviceTarget:
+    """The driver, where it is over a vendor's library: not on the host."""
+    return target
 
 
 @pytest.fixture

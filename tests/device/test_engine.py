@@ -247,7 +247,7 @@ def test_communicators_sleep_where_the_library_can(make: MakeEngine, monkeypatch
 def test_nothing_is_compiled_after_the_warm_up(make: MakeEngine, eager: bool) -> None:
     """Contexts that are attended in one part and in several, prompts among decodes, greedy and sampled."""
     if find_spec("triton") is None:
-        pytest.skip("needs triton, which compiles at a kernel's first use")
+        pytest.skip("triton, which compiles a kernel at its first use, is not installed")
     from triton import knobs
 
     from hardpoint import SamplingParams

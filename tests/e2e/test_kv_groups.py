@@ -123,9 +123,8 @@ def test_tokens_are_those_of_one_block_table(model: str, expected: Any, settings
         assert _tokens(llm) == expected, "with a prefix cache that the first round filled"
 
 
-def test_ranks_are_told_the_blocks_of_every_group(model: str, kind: str, expected: Any) -> None:
-    if kind != "gpt_oss":
-        pytest.skip("one model with several groups is enough")
+@pytest.mark.parametrize("kind", ["gpt_oss"], indirect=True)  # one model with several groups is enough
+def test_ranks_are_told_the_blocks_of_every_group(model: str, expected: Any) -> None:
     with _engine(model, executor="multi_process", tensor_parallel_size=2) as llm:
         assert _tokens(llm) == expected
         assert _tokens(llm) == expected

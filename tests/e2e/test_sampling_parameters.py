@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,8 +12,18 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.outputs import FlatLogprobs
-from hardpoint.interfaces.errors import EmptyPrompt, InvalidRequest, InvalidSamplingParams, PromptTooLong
+from hardpoint.engine.sleep import EngineState
+from hardpoint.interfaces.errors import (
+    EmptyPrompt,
+    EngineDead,
+    HardpointError,
+    InvalidRequest,
+    InvalidSamplingParams,
+    MemoryBusy,
+    PromptTooLong,
+)
 from hardpoint.scheduler import SchedulerConfig
 from hardpoint_conformance.tiny_model import Model
 from tests.e2e.conftest import SHALLOW, Oracle
@@ -32,6 +43,129 @@ def oracle(shallow: Model) -> Oracle:
 def small(make_shallow: Make) -> Iterator[LLM]:
     with make_shallow() as llm:
         yield llm
+
+
+# Functions that call the engine they run in
+
+
+def _with_a_function(llm: LLM, params: SamplingParams, call: Callable[[], object]) -> tuple[list[Any], dict[str, Any]]:
+    """Serve a request whose function makes a call for its third token, beside another; returns what the call gave, and the outputs."""
+    gave: list[Any] = []
+
+    def calling(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(token_ids) == 2:
+            try:
+                gave.append(call())
+            except Exception as error:
+                gave.append(error)
+                raise
+        return logits
+
+    llm.engine.add_request("calls", PROMPT, params.clone(logits_processors=[calling]))
+    llm.engine.add_request("beside", PROMPT, params)
+    outputs: dict[str, Any] = {}
+    while llm.engine.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs[0] for output in llm.engine.step()}
+    return gave, outputs
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate(PROMPT, SamplingParams(max_tokens=2), use_tqdm=False),
+    "stream": lambda llm: list(llm.stream(PROMPT, SamplingParams(max_tokens=2))),
+    "embed": lambda llm: llm.embed(PROMPT, use_tqdm=False),
+    "add_request": lambda llm: llm.engine.add_request("new", PROMPT, SamplingParams(max_tokens=2)),
+    "step": lambda llm: llm.engine.step(),
+    "pause": lambda llm: llm.pause(),
+    "sleep": lambda llm: llm.sleep(),
+    "sleep that waits": lambda llm: llm.sleep(mode="wait"),
+    "wake_up": lambda llm: llm.wake_up(),
+    "resume": lambda llm: llm.resume(),
+    "update_weights": lambda llm: llm.update_weights([]),
+    "reload_weights": lambda llm: llm.reload_weights(),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_that_changes_the_engine_it_runs_in_ends_its_request_alone(
+    name: str, small: LLM, greedy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = greedy(6)
+    expected = list(small.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
+    (error,), outputs = _with_a_function(small, params, lambda: CALLS[name](small))
+    assert isinstance(error, MemoryBusy)
+    assert "cannot be changed from within a step" in str(error)
+    assert outputs["calls"].finish_reason == "error"
+    assert "raised MemoryBusy" in caplog.text
+    assert list(outputs["beside"].token_ids) == expected
+    assert small.sleep_status().state is EngineState.RUNNING
+    assert list(small.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids) == expected
+    assert small.stats().blocks_used == 0
+
+
+def test_a_function_may_ask_how_the_engine_is_and_abort_requests(small: LLM, greedy: Any) -> None:
+    params = greedy(6)
+    expected = list(small.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    def ask() -> int:
+        assert small.sleep_status().state is EngineState.RUNNING
+        assert small.engine.adapters() == []
+        return small.stats().running
+
+    (running,), outputs = _with_a_function(small, params, ask)
+    assert running == 2
+    assert [list(outputs[name].token_ids) for name in ("calls", "beside")] == [expected] * 2
+    for gone, stays in (("calls", "beside"), ("beside", "calls")):
+        _, outputs = _with_a_function(small, params, lambda gone=gone: small.engine.abort_request(gone))  # type: ignore[misc]
+        assert outputs[gone].finish_reason is None
+        assert list(outputs[stays].token_ids) == expected
+    assert small.stats().blocks_used == 0
+
+
+def test_a_function_may_shut_the_engine_down_which_ends_with_the_step(make_shallow: Make, greedy: Any) -> None:
+    with make_shallow(num_device_blocks=16) as llm:
+        _, outputs = _with_a_function(llm, greedy(6), llm.shutdown)
+        assert all(output.finish_reason is None for output in outputs.values())
+        with pytest.raises(EngineDead, match="shut down"):
+            llm.generate(PROMPT)
+    with make_shallow(num_device_blocks=16) as llm:
+
+        def stop(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            llm.shutdown()
+            return logits
+
+        with pytest.raises(EngineDead, match="shut down"):
+            llm.generate(PROMPT, greedy(6, logits_processors=[stop]), use_tqdm=False)
+
+
+def test_a_function_in_the_loops_own_thread_does_not_wait_for_itself(shallow: Model, greedy: Any) -> None:
+    asked: list[Any] = []
+
+    async def body() -> list[Any]:
+        llm = AsyncLLM(shallow.path, dtype="float32", backend="cpu", num_device_blocks=16, skip_tokenizer_init=True)
+
+        async def generate() -> list[Any]:
+            return [output async for output in llm.generate(PROMPT, greedy(2))]
+
+        def calling(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            calls: list[Callable[[], Any]] = [llm.stats, llm.sleep, llm.resume, generate]
+            if token_ids and len(token_ids) <= len(calls):
+                try:
+                    asked.append(asyncio.run(calls[len(token_ids) - 1]()))
+                except HardpointError as error:
+                    asked.append(type(error))
+            return logits
+
+        try:
+            params = greedy(6, logits_processors=[calling])
+            return [output async for output in llm.generate(PROMPT, params)]
+        finally:
+            await llm.close()
+
+    outputs = asyncio.run(asyncio.wait_for(body(), 60))
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert asked[0].running == 1
+    assert asked[1:] == [MemoryBusy] * 3
 
 
 # Words that must not come

@@ -58,6 +58,11 @@ class SimulatedTarget(FaultTarget):
         self.elastic = self._quirks.get("hold_until_address_free") != 2
         self.name = f"{vendor} (simulated{''.join(f', {quirk}' for quirk in self._quirks)})"
 
+    @property
+    def simulator(self) -> Simulator:
+        """The simulated library."""
+        return self._simulator
+
     def table(self) -> DriverTable:
         import importlib
         import os

@@ -9,10 +9,21 @@ import pytest
 
 from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.memory_model import TrackedPool
-from tests.fault_matrix.targets import CpuTarget, all_targets
+from tests.fault_matrix.targets import CpuTarget, SimulatedTarget, all_targets
+
+TARGETS = all_targets(cpu_chunk=4)
 
 
-@pytest.fixture(scope="module", params=all_targets(cpu_chunk=4), ids=lambda target: target.name)
+def on_drivers(targets: list[FaultTarget]) -> pytest.MarkDecorator:
+    """Have a test run on some of the drivers alone."""
+    return pytest.mark.parametrize("target", targets, ids=lambda target: target.name, indirect=True)
+
+
+on_simulated_drivers = on_drivers([target for target in TARGETS if isinstance(target, SimulatedTarget)])
+on_drivers_with_elastic_memory = on_drivers([target for target in TARGETS if target.elastic])
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.name)
 def target(request: pytest.FixtureRequest) -> Iterator[FaultTarget]:
     """Every driver; the vendors' libraries are simulated. Chunks are small where their size can be chosen."""
     with pytest.MonkeyPatch.context() as environment:

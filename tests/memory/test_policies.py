@@ -20,6 +20,8 @@ from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.memory import content, differences
 from hardpoint_conformance.memory_model import TrackedPool
 
+from .conftest import on_drivers_with_elastic_memory
+
 
 def sizes_at_the_edges(pool: TrackedPool) -> list[int]:
     """Return sizes around the granularity and the chunk (fact 29)."""
@@ -362,18 +364,16 @@ def test_elastic_memory_keeps_its_bytes_through_growth_and_sleep(pool: TrackedPo
             pool.resize(address, size)
 
 
-def test_memory_at_its_capacity_is_elastic(pool: TrackedPool, target: FaultTarget) -> None:
+@on_drivers_with_elastic_memory
+def test_memory_at_its_capacity_is_elastic(pool: TrackedPool) -> None:
     """A KV cache is made at its full size and shrunk later."""
-    if not target.elastic:
-        pytest.skip("no elastic memory here")
     address = pool.allocate(4 * pool.unit, capacity=4 * pool.unit)
     pool.resize(address, pool.unit)
     assert pool.stats().tags["weights"].mapped == pool.unit
 
 
-def test_elastic_memory_is_not_read_or_written_beyond_what_is_mapped(pool: TrackedPool, target: FaultTarget) -> None:
-    if not target.elastic:
-        pytest.skip("no elastic memory here")
+@on_drivers_with_elastic_memory
+def test_elastic_memory_is_not_read_or_written_beyond_what_is_mapped(pool: TrackedPool) -> None:
     address = pool.allocate(pool.unit, capacity=8 * pool.unit)
     for call in (lambda: pool.read(address + 4 * pool.unit, 1), lambda: pool.write(address + 4 * pool.unit, b"x")):
         with pytest.raises(InvalidAllocation):

@@ -1,7 +1,7 @@
 """Real builds of torch over simulated drivers: everything here is simulated but torch, its bindings, and our own code.
 
 The tests run in an environment with a vendor's build of torch (`make test-torch`), which names it in HARDPOINT_REAL_TORCH and the
-folder of the generated libraries in HARDPOINT_TORCH_LIBRARIES. Elsewhere they are not collected.
+folder of the generated libraries in HARDPOINT_TORCH_LIBRARIES. Elsewhere they are not collected, nor is what is another build's alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BUILD = os.environ.get("HARDPOINT_REAL_TORCH", "")
 LIBRARIES = os.environ.get("HARDPOINT_TORCH_LIBRARIES", "")
 
-collect_ignore_glob = [] if BUILD else ["test_*.py"]
+collect_ignore_glob = [f"test_{build}.py" for build in ("cuda", "ascend") if build != BUILD] if BUILD else ["test_*.py"]
 
 SETTINGS = {"HARDPOINT_SIM_DEVICES": "2", "HARDPOINT_SIM_CAPACITY": str(1 << 30)}
 QUESTIONS = ("aclrtGetDevice: no context is current", "aclrtGetCurrentContext: no context is current")
@@ -77,6 +77,9 @@ exec(asked["code"])
 """How it goes on to do so in forks, each of which ends as an interpreter does: importing torch takes seconds."""
 
 CHILD_SECONDS = 240.0
+
+EXPANDABLE = "max_split_size_mb:64, expandable_segments : True"
+"""Settings of torch's allocator."""
 
 
 def pytest_configure() -> None:

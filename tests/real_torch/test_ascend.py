@@ -14,15 +14,10 @@ import torch
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, DType, StepBatch
 from hardpoint.interfaces.errors import BackendBroken, WorkerError
+from hardpoint_ascend.graphs import AscendGraphRunner, _check
+from hardpoint_ascend.operators import KV_LENGTHS, OPERATORS, Operator
 
-from .conftest import BUILD
-
-pytestmark = pytest.mark.skipif(BUILD != "ascend", reason="for torch_npu")
-
-if BUILD == "ascend":
-    from hardpoint_ascend.graphs import AscendGraphRunner, _check
-    from hardpoint_ascend.operators import KV_LENGTHS, OPERATORS, Operator
-
+from .conftest import EXPANDABLE
 
 REQUEST = AttentionRequest((AttentionLayer(16, 8, 128, 0.1),), DType.BFLOAT16, DType.BFLOAT16, None, 4096)
 
@@ -232,3 +227,44 @@ def test_ranks_cannot_be_joined_over_a_simulated_driver(machine: Any, unused_por
     with pytest.raises(WorkerError, match="Call start first"):
         collectives.all_reduce(torch.empty(4))
     collectives.stop()
+
+
+# Settings of torch's allocator, each in a process of its own
+
+
+def test_settings_call_for_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
+    ended = run_child(
+        """
+from hardpoint.interfaces.errors import CapabilityRefused
+torch.empty(1, device=DEVICE.torch_device)
+torch.npu.memory._set_allocator_settings("expandable_segments:True")
+allocator = hardpoint_backend().make("allocator", DEVICE)
+try:
+    with allocator.pool("weights"):
+        print("entered")
+except CapabilityRefused as error:
+    print(error)
+"""
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "set by a call: expandable_segments:True" in ended.stdout
+    assert f"Set {machine.settings[0]} to expandable_segments:False" in ended.stdout
+
+
+def test_environment_with_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
+    for variable in machine.settings:
+        ended = run_child(
+            """
+from hardpoint.interfaces.errors import CapabilityRefused
+allocator = hardpoint_backend().make("allocator", DEVICE)
+try:
+    with allocator.pool("weights"):
+        print("entered")
+except CapabilityRefused as error:
+    print(error)
+""",
+            **{variable: EXPANDABLE},
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert f"{variable}={EXPANDABLE}" in ended.stdout
+        assert f"Set {variable} to expandable_segments:False" in ended.stdout

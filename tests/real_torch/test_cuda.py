@@ -17,9 +17,7 @@ import torch
 from hardpoint.interfaces import GRAPHS, WEIGHTS, DType, Policy, SleepPlan
 from hardpoint.interfaces.errors import ConfigError, GraphCaptureFailed
 
-from .conftest import BUILD
-
-pytestmark = pytest.mark.skipif(BUILD != "cuda", reason="for torch's build for CUDA")
+from .conftest import EXPANDABLE
 
 REGISTRATION = "NCCL_GRAPH_REGISTER"
 MIB = 1 << 20
@@ -205,3 +203,45 @@ def test_memory_that_only_the_collector_can_end_does_not_disturb_a_capture(alloc
     runner.capture(1, leaves_cycles)
     gc.collect()
     assert allocator.stats().tags[WEIGHTS].allocated == 0
+
+
+# Settings of torch's allocator, each in a process of its own
+
+
+@pytest.mark.parametrize("by_call", [False, True], ids=["environment", "call"])
+def test_expandable_segments_are_off_in_our_pools_alone_and_every_other_setting_stays(
+    machine: Any, run_child: Any, by_call: bool
+) -> None:
+    ended = run_child(
+        f"""
+def in_force():
+    found = torch.cuda.memory._snapshot()["allocator_settings"]
+    return found["expandable_segments"], found["max_split_size"] >> 20
+asked = torch._C._accelerator_setAllocatorSettings
+torch.cuda.init()
+if {by_call}:
+    asked({EXPANDABLE!r})
+allocator = hardpoint_backend().make("allocator", DEVICE)
+print(*in_force())
+with allocator.pool("weights"):
+    print(*in_force())
+    first = torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE.torch_device)
+    with allocator.pool("kv_cache"):
+        second = torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE.torch_device)
+    print(*in_force())
+print(*in_force(), torch._C._accelerator_getAllocatorSettings())
+print(*[allocator.stats().tags[tag].allocated >> 20 for tag in ("weights", "kv_cache")])
+allocator.sleep(SleepPlan()); allocator.wake()
+with allocator.pool("weights"):
+    asked("max_split_size_mb:32")
+print(*in_force())
+""",
+        **({} if by_call else {machine.settings[0]: EXPANDABLE}),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-6:] == [
+        *("True 64", "False 64", "False 64"),
+        f"True 64 {EXPANDABLE}",
+        "20 20",
+        "False 32",
+    ]

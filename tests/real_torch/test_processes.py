@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 
-from .conftest import BUILD
-
-cuda_only = pytest.mark.skipif(BUILD != "cuda", reason="torch_npu cannot be given some settings again by a call")
-ascend_only = pytest.mark.skipif(BUILD != "ascend", reason="elsewhere they are switched off")
-
 
 def test_operators_do_not_pretend_to_compute_on_a_simulated_device(machine: Any, run_child: Any) -> None:
     ended = run_child(
@@ -24,89 +19,6 @@ except RuntimeError as error:
         TASK_QUEUE_ENABLE="0",  # torch_npu: operators run where they are called, else a failing one ends the process
     )
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["refused"]), ended.stderr
-
-
-EXPANDABLE = "max_split_size_mb:64, expandable_segments : True"
-
-
-@cuda_only
-@pytest.mark.parametrize("by_call", [False, True], ids=["environment", "call"])
-def test_expandable_segments_are_off_in_our_pools_alone_and_every_other_setting_stays(
-    machine: Any, run_child: Any, by_call: bool
-) -> None:
-    ended = run_child(
-        f"""
-def in_force():
-    found = torch.cuda.memory._snapshot()["allocator_settings"]
-    return found["expandable_segments"], found["max_split_size"] >> 20
-asked = torch._C._accelerator_setAllocatorSettings
-torch.cuda.init()
-if {by_call}:
-    asked({EXPANDABLE!r})
-allocator = hardpoint_backend().make("allocator", DEVICE)
-print(*in_force())
-with allocator.pool("weights"):
-    print(*in_force())
-    first = torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE.torch_device)
-    with allocator.pool("kv_cache"):
-        second = torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE.torch_device)
-    print(*in_force())
-print(*in_force(), torch._C._accelerator_getAllocatorSettings())
-print(*[allocator.stats().tags[tag].allocated >> 20 for tag in ("weights", "kv_cache")])
-allocator.sleep(SleepPlan()); allocator.wake()
-with allocator.pool("weights"):
-    asked("max_split_size_mb:32")
-print(*in_force())
-""",
-        **({} if by_call else {machine.settings[0]: EXPANDABLE}),
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-6:] == [
-        *("True 64", "False 64", "False 64"),
-        f"True 64 {EXPANDABLE}",
-        "20 20",
-        "False 32",
-    ]
-
-
-@ascend_only
-def test_settings_call_for_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
-    ended = run_child(
-        """
-from hardpoint.interfaces.errors import CapabilityRefused
-torch.empty(1, device=DEVICE.torch_device)
-torch.npu.memory._set_allocator_settings("expandable_segments:True")
-allocator = hardpoint_backend().make("allocator", DEVICE)
-try:
-    with allocator.pool("weights"):
-        print("entered")
-except CapabilityRefused as error:
-    print(error)
-"""
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "set by a call: expandable_segments:True" in ended.stdout
-    assert f"Set {machine.settings[0]} to expandable_segments:False" in ended.stdout
-
-
-@ascend_only
-def test_environment_with_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
-    for variable in machine.settings:
-        ended = run_child(
-            """
-from hardpoint.interfaces.errors import CapabilityRefused
-allocator = hardpoint_backend().make("allocator", DEVICE)
-try:
-    with allocator.pool("weights"):
-        print("entered")
-except CapabilityRefused as error:
-    print(error)
-""",
-            **{variable: EXPANDABLE},
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert f"{variable}={EXPANDABLE}" in ended.stdout
-        assert f"Set {variable} to expandable_segments:False" in ended.stdout
 
 
 def test_settings_without_expandable_segments_are_accepted(machine: Any, run_child: Any) -> None:

@@ -311,6 +311,8 @@ def test_many_asynchronous_streams_side_by_side(server: Running) -> None:
         ("responses", {"input": "x", "max_output_tokens": 0}, 400, "invalid_value", "max_output_tokens"),
         ("responses", {"input": "x", "metadata": {"a": "\ud800"}}, 400, "invalid_value", "metadata"),
         ("completions", {"prompt": "x", "logit_bias": {"one": 1}}, 400, "invalid_value", "logit_bias"),
+        ("completions", {"prompt": "x", "bad_words": ["no"] * 1_000_000}, 400, "invalid_value", "bad_words"),
+        ("completions", {"prompt": "x", "stop": ["no"] * 1_000_000}, 400, "invalid_value", "stop"),
         ("completions", {"prompt": [10**9]}, 400, "invalid_value", None),
         ("completions", {"prompt": []}, 400, "invalid_value", "prompt"),
         ("completions", {"prompt": "word " * 3000}, 400, "context_length_exceeded", None),

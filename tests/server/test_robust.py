@@ -389,6 +389,49 @@ def test_headers_have_a_limit_however_packets_fall(slow_server: Running) -> None
     until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
 
 
+def test_trailers_have_the_limit_of_headers(slow_server: Running) -> None:
+    """They follow a body in chunks; they are no headers, and may be as long together."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % KEY.encode()
+    content = b'{"prompt": "a", "max_tokens": 2}'
+    head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    # Chunks whose packets end behind their sizes, and are longer than trailers may be.
+    spaces = b" " * 90_000
+    packets = [head + b"%x\r\n" % len(spaces)]
+    packets += [spaces + b"\r\n%x\r\n" % len(spaces)] * 3 + [spaces + b"\r\n"]
+    packets += [b"%x\r\n%s\r\n" % (len(content), content)]
+
+    def answered(*last: bytes) -> bytes:
+        with socket.create_connection(address(slow_server), timeout=240) as one, suppress(ConnectionError):
+            for packet in (*packets, *last):
+                one.sendall(packet)
+                time.sleep(0.02)
+            return one.recv(1000).split(b"\r\n")[0]
+        return b""
+
+    def trailers(size: int) -> bytes:
+        return b"X: %s\r\n" % (b"x" * 1000) * size
+
+    assert b" 200 " in answered(b"0\r\n\r\n")
+    assert b" 200 " in answered(b"0\r\n" + trailers(60) + b"\r\n")
+    # What is said once the body began cannot change the request.
+    assert b" 200 " in answered(b"0\r\nX-Request-Timeout: soon\r\n\r\n")
+    assert answered(b"0\r\n" + trailers(70) + b"\r\n") == b""
+    assert answered(b"0\r\n" + trailers(35), trailers(35) + b"\r\n") == b""
+    for beginning in (b"0\r\nX: ", b"0\r\n", b"1;"):
+        sent = 0
+        with socket.create_connection(address(slow_server), timeout=240) as one:
+            for packet in packets:
+                one.sendall(packet)
+            one.sendall(beginning)
+            with suppress(ConnectionError):
+                while sent < 10_000_000:
+                    one.sendall(b"X: x\r\n" * 2000 if beginning == b"0\r\n" else b"x" * 10_000)
+                    sent += 10_000
+                    time.sleep(0.01)
+        assert sent < 500_000, beginning
+    until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
+
+
 def test_a_control_socket_is_its_owners_alone(tmp_path: Path, device: str) -> None:
     import asyncio
 

@@ -273,6 +273,13 @@ async def check_that_a_wait_can_be_cancelled(llm: AsyncLLM) -> None:
     with pytest.raises(asyncio.CancelledError):
         await never
     assert await drains(llm)
+    # Nor does one that the engine refuses when nobody awaits it any more.
+    refused = asyncio.create_task(llm.sleep(level=0, mode="wait"))
+    await asyncio.sleep(0)
+    refused.cancel()
+    with pytest.raises((asyncio.CancelledError, MemoryBusy)):
+        await refused
+    assert await drains(llm)
     assert (await waits).changed
     assert len(await first) == 2000
     await llm.wake_up()

@@ -222,6 +222,18 @@ def test_a_resume_gives_up_a_sleep_that_waits_on_all_engines(llm: LLM) -> None:
     assert all(one.finished for one in llm.generate(PROMPTS, SHORT))
 
 
+def test_a_sleep_that_waits_is_given_up_by_its_own_key_alone(llm: LLM) -> None:
+    loop = loop_of(llm)
+    with waiting(llm) as answer:
+        loop.give_up(Pause(SleepMode.WAIT))
+        loop.give_up(Sleep(SleepRequest(level=0, mode=SleepMode.WAIT)))
+        assert llm.sleep_status().state == "draining"
+        loop.give_up(WAIT)
+        with pytest.raises(SleepRefused, match="given up"):
+            answer.result(60)
+        assert states(llm) == ["running"] * 2
+
+
 def test_a_resume_right_after_a_sleep_that_waits_ends_it_on_all_engines(llm: LLM) -> None:
     loop = loop_of(llm)
     for number in range(20):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM, LLMEngine, SamplingParams
+from hardpoint.engine.commands import CheckStep, Command, Event, Lost, Reply
 from hardpoint.engine.front import unseeded
-from hardpoint.engine.loops import FairLock
+from hardpoint.engine.loops import FairLock, RunningLoop
 from hardpoint.engine.sleep import EngineState
 from hardpoint.executor.interrupts import DeferredInterrupts
 from hardpoint.interfaces.errors import (
@@ -354,6 +355,33 @@ def test_no_other_thread_comes_into_the_midst_of_an_update_whose_tensors_ask_for
 
         assert llm.update_weights(tensors()) == 0
     assert len(drain(llm.engine)["a"][-1].outputs[0].token_ids) == 40
+
+
+class AsleepAfterEvents(RunningLoop):
+    """A loop that goes to sleep when it is first asked, with its last events before the answer."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__(None)
+        self._last = events
+
+    def submit(self, command: Command) -> Future[Reply]:
+        assert command == CheckStep()
+        if self._last:
+            self._deliver([self._last.pop(0)])
+        reply: Future[Reply] = Future()
+        reply.set_exception(EngineAsleep("it sleeps"))
+        return reply
+
+    def shutdown(self) -> None: ...
+
+
+def test_events_that_came_before_a_sleep_come_before_its_error() -> None:
+    last: list[Event] = [Lost((key,), WorkerError("lost")) for key in range(2)]
+    loop = AsleepAfterEvents(list(last))
+    assert [*loop.events(), *loop.events()] == last
+    with pytest.raises(EngineAsleep):
+        loop.events()
+    assert loop.pending() == []
 
 
 def test_requests_that_come_while_a_sleep_waits_begin_when_it_is_given_up(make_llm: Make) -> None:

@@ -20,6 +20,11 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.engine.commands import CheckStep, Event, Generate, Sleep, StepDone
+from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.process_loop import ProcessLoop
+from hardpoint.engine.sleep import SleepMode, SleepRequest
+from hardpoint.interfaces.batch import SequenceSampling
 from hardpoint.interfaces.errors import (
     BackendNotFound,
     CorruptWeights,
@@ -32,6 +37,7 @@ from hardpoint.interfaces.errors import (
     RequestNeverFits,
     SleepRefused,
 )
+from hardpoint.scheduler import FinishReason
 from tests.leaks import Belongings
 from tests.warm_processes import children_by
 
@@ -209,6 +215,25 @@ def test_a_drain_ends_with_its_requests_or_its_time(either: LLM) -> None:
     either.generate("x", SHORT)
 
 
+def test_a_sleep_that_waits_is_given_up_by_its_own_key_alone(llm: LLM) -> None:
+    loop = llm.engine._loop
+    assert isinstance(loop, ProcessLoop)
+    first, second = (Sleep(SleepRequest(level=0, mode=SleepMode.WAIT)) for _ in range(2))
+    llm.engine.add_request("a", "x", LONG)
+    answer = loop.submit(first)
+    refused = loop.submit(second)
+    loop.give_up(second)
+    with pytest.raises(MemoryBusy):
+        refused.result(60)
+    assert llm.sleep_status().state == "draining"
+    loop.give_up(first)
+    with pytest.raises(SleepRefused, match="given up"):
+        answer.result(60)
+    assert llm.sleep_status().state == "running"
+    llm.engine.abort_request("a")
+    assert llm.generate("x", SHORT)[0].finished
+
+
 def test_two_threads_that_put_it_to_sleep_at_once_are_both_answered(llm: LLM) -> None:
     llm.engine.add_request("a", "x", SHORT)
     with ThreadPoolExecutor(2) as pool:
@@ -283,6 +308,28 @@ def test_the_tensors_of_an_update_may_ask_how_the_engine_is_and_nothing_else(eit
     assert len(drain(either)["a"].outputs[0].token_ids) == 10
 
 
+@pytest.mark.parametrize("settings", [{}, {"engine_process": True}], ids=["inline", "process"])
+def test_an_update_whose_tensors_shut_the_engine_down_ends_with_it(
+    settings: dict[str, Any], make_llm: Make, nothing_left: None
+) -> None:
+    llm, asked = make_llm(1, **settings), list[int]()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(9):
+            asked.append(number)
+            if number == 2:
+                llm.shutdown()
+            yield f"w{number}", torch.ones(3)
+
+    start = time.monotonic()
+    with pytest.raises(EngineDead, match="shut down"):
+        llm.update_weights(weights())
+    assert time.monotonic() - start < 9, "an engine that is told to end is not waited for until it is killed"
+    assert asked == [0, 1, 2]
+    with pytest.raises(EngineDead, match="shut down"):
+        llm.generate("x")
+
+
 def test_an_interrupt_while_it_waits_gives_up_the_sleep(llm: LLM) -> None:
     llm.engine.add_request("a", "x", LONG)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -342,6 +389,42 @@ def test_a_full_inbox_and_a_kill_in_a_step_are_one_typed_error_each(
     llm.shutdown()
     with pytest.raises(EngineDead, match="shut down"):
         llm.generate("x")
+
+
+def test_commands_are_refused_when_the_last_events_of_a_process_that_ended_have_come(
+    device: str, make_llm: Make, nothing_left: None
+) -> None:
+    make_llm(0).shutdown()
+    arrived: list[Event] = []
+    held, go = threading.Event(), threading.Event()
+
+    def deliver(events: list[Event]) -> None:
+        arrived.extend(events)
+        if not held.is_set():
+            held.set()
+            assert go.wait(60)
+
+    loop = ProcessLoop(EngineConfig("demo", backend=device, num_device_blocks=512, swap_space=0), deliver)
+    try:
+        loop.submit(Generate(1, [5, 6, 7], (SequenceSampling(-1, (), 0),), max_tokens=2))
+        assert held.wait(60)
+        time.sleep(0.5)  # in which its steps are done
+        loop.kill()
+        wait_until(lambda: is_gone(loop.pid))
+        time.sleep(0.5)  # in which its end is noticed
+        refused = loop.submit(CheckStep())
+        assert not refused.done()
+        go.set()
+        with pytest.raises(EngineDead):
+            refused.result(60)
+        assert [one.reason for event in arrived if isinstance(event, StepDone) for one in event.ended] == [
+            FinishReason.LENGTH
+        ]
+        with pytest.raises(EngineDead):
+            loop.submit(CheckStep())
+    finally:
+        go.set()
+        loop.shutdown()
 
 
 PROGRAM = """

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from hardpoint.engine.commands import Added, Finish, Generate, Sleep, StepDone, Wake
+from hardpoint.engine.commands import Added, Finish, Generate, GetStats, ShutDown, Sleep, StepDone, UpdateWeights, Wake
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.sleep import EngineState, SleepRequest
@@ -152,6 +153,36 @@ def test_a_rank_that_is_gone_in_a_wake_is_named_with_its_last_words(call: str, a
             attempt()
         assert (raised.value.rank, raised.value.ended) == (1, "its process ended with exit code 3")
         assert "the last words of this rank" in raised.value.output
+
+
+@pytest.mark.parametrize("settings", [{}, {"executor": "multi_process"}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("then", ["goes on", "ends", "raises"])
+def test_an_update_whose_tensors_shut_the_engine_down_ends_with_it(
+    settings: dict[str, Any], then: str, make_core: Make
+) -> None:
+    before = Belongings.now()
+    core, asked = make_core(**settings), list[int]()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(9):
+            asked.append(number)
+            if number == 2:
+                core.execute(ShutDown())
+                with pytest.raises(EngineDead, match="shut down"):
+                    core.execute(GetStats())
+                if then == "raises":
+                    raise OSError("the trainer is gone")
+                if then == "ends":
+                    return
+            yield f"w{number}", torch.ones(70_000)
+
+    with pytest.raises(EngineDead, match="the engine was shut down"):
+        core.execute(UpdateWeights(weights()))
+    assert asked == [0, 1, 2]
+    assert core.lifecycle.state is EngineState.FAILED
+    with pytest.raises(EngineDead, match="shut down"):
+        add(core)
+    assert Belongings.now().new_since(before) == []
 
 
 @pytest.mark.parametrize("call", ["load", "profile", "initialize_kv", "warm_up"])

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
 
-from hardpoint.interfaces.errors import CorruptWeights
+from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
 from hardpoint.layers import GroupedRouter, ModelContext, Routing
+from hardpoint.models import open_model
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,33 @@ def test_the_layer_that_predicts_further_tokens_is_passed_over(folder: Path, tmp
     assert torch.equal(*logits)
     with pytest.raises(CorruptWeights, match=r"model\.layers\.4\.eh_proj"):
         open_and_load(with_tensor(folder, tmp_path / "other", "model.layers.4.eh_proj.weight"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("deepseek-v3", {"n_group": 3}, "8 experts do not form 3 groups"),
+        ("deepseek-v3", {"n_group": 4, "topk_group": 5}, "8 experts do not form 4 groups of which"),
+        ("deepseek-v3", {"n_group": 8}, "its 8 groups of 1 expert are chosen by the best 2 of each"),
+        # All groups count, or the best one of each.
+        ("deepseek-v3", {"n_group": 8, "topk_group": 8}, None),
+        ("deepseek-v2", {"n_group": 8}, None),
+    ],
+)
+def test_groups_that_cannot_be_chosen_from_are_refused_when_the_model_is_opened(
+    kind: str, change: dict[str, int], reason: str | None, tmp_path: Path
+) -> None:
+    model_type, options = LEAN[kind]
+    tiny_config(model_type, **options).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    architecture = "DeepseekV3ForCausalLM" if kind == "deepseek-v3" else "DeepseekV2ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config | change | {"architectures": [architecture]}))
+    if reason is None:
+        _, model, plan, attention = open_and_load(tmp_path, load_format="dummy")
+        assert Runner(model, plan, attention).step([(0, [5, 9, 70])]).isfinite().all()
+    else:
+        with pytest.raises(UnsupportedArchitecture, match=reason):
+            open_model(str(tmp_path), load_format="dummy").attention_layers()
 
 
 def test_published_checkpoints_in_blocks_of_fp8_are_expanded(folder: Path, tmp_path: Path) -> None:

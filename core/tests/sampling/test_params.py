@@ -53,6 +53,10 @@ def test_defaults_are_vllms() -> None:
         ({"min_tokens": 17}, ["min_tokens=17", "max_tokens=16"]),
         ({"prompt_logprobs": 101}, ["prompt_logprobs", "101", "100"]),
         ({"bad_words": [" "]}, ["bad_words", "empty"]),
+        ({"bad_words": ["x"] * 10_001}, ["bad_words", "at most 10000 texts", "10001 texts of 10001 characters"]),
+        ({"bad_words": ["x" * 300_000]}, ["bad_words", "262144 characters", "1 text of 300000 characters"]),
+        ({"stop": ["ab"] * 10_001}, ["stop must", "at most 10000 texts", "10001 texts of 20002 characters"]),
+        ({"stop": "x" * 300_000}, ["stop must", "262144 characters", "1 text of 300000 characters"]),
         ({"logprobs": -2}, ["logprobs", "-1"]),
         ({"truncate_prompt_tokens": -2}, ["truncate_prompt_tokens", "-1"]),
         ({"logits_processors": [len, 5]}, ["logits_processors[1]", "a function", "5"]),
@@ -119,6 +123,7 @@ def test_illegal_values_are_refused_with_name_value_and_range(values: dict[str, 
         },
         {"allowed_token_ids": range(3), "logit_bias": MappingProxyType({np.int32(3): 1})},
         {"output_kind": 2},
+        {"stop": ["x"] * 10_000, "bad_words": [*["x"] * 9_999, "y" * 250_000]},
     ],
 )
 def test_legal_edges_are_accepted(values: dict[str, Any]) -> None:
@@ -131,12 +136,12 @@ def test_values_are_kept_as_pythons_own() -> None:
     )
     assert (params.temperature, params.stop_token_ids, params.stop, params.logit_bias, params.top_k) == (
         1.0,
-        (5, 6),
-        ("a",),
+        [5, 6],
+        ["a"],
         {},
         5,
     )
-    assert [type(value) for value in (params.temperature, params.stop_token_ids, params.top_k)] == [float, tuple, int]
+    assert [type(value) for value in (params.temperature, params.stop_token_ids, params.top_k)] == [float, list, int]
     assert pickle.loads(pickle.dumps(params)) == params
 
 
@@ -144,6 +149,18 @@ def test_one_stop_text_may_be_given_as_a_string() -> None:
     assert SamplingParams(stop="END").stop_texts == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop_texts == ("a", "b")
     assert SamplingParams(stop=None).stop_texts == ()
+
+
+def test_lists_are_lists_as_vllms_users_know_them() -> None:
+    params = SamplingParams()
+    assert (params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids) == ([], [], [], None)
+    for given in (("a", "b"), ["a", "b"]):
+        params = SamplingParams(stop=given, bad_words=given, stop_token_ids=(3, 2), allowed_token_ids=(9, 7, 9))
+        assert (params.stop, params.bad_words) == (["a", "b"], ["a", "b"])
+        assert (params.stop_token_ids, params.allowed_token_ids) == ([3, 2], [7, 9])
+    assert SamplingParams(stop="a").stop == ["a"]
+    params.stop = None
+    assert params.stop == []
 
 
 def test_clone_changes_only_what_it_is_told_and_checks_it() -> None:
@@ -168,6 +185,29 @@ def test_a_clone_shares_nothing_that_can_change_and_is_checked_where_something_h
     params.logit_bias[3] = 1000.0
     assert copy.logit_bias == {3: 1.0}
     with pytest.raises(InvalidSamplingParams, match="logit_bias"):
+        params.clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("stop", []),
+        ("stop", ["x"]),
+        ("bad_words", []),
+        ("bad_words", ["x"]),
+        ("stop_token_ids", []),
+        ("stop_token_ids", [3]),
+        ("allowed_token_ids", [3]),
+    ],
+)
+def test_a_clone_shares_no_list_and_is_checked_where_one_has_changed(name: str, given: list[Any]) -> None:
+    params = SamplingParams(**{name: given})
+    copy = params.clone()
+    given.append(None)
+    assert copy == params == params.clone()
+    getattr(params, name).append(None)
+    assert copy == SamplingParams(**{name: given[:-1]})
+    with pytest.raises(InvalidSamplingParams, match=name):
         params.clone()
 
 

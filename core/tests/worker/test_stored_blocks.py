@@ -20,7 +20,10 @@ from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Shape, tiny_model
 from hardpoint_conformance.worker_bench import WorkerBench, running
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="Triton's kernels are not interpreted here: `make test-triton` does it",
+)
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
 PLAIN = tiny_model(Shape(head_dim=16, layers=2))

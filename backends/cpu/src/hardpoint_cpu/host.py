@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePath
 
 
 def cpu_name() -> str:
@@ -14,9 +15,15 @@ def cpu_name() -> str:
     return f"{_model_name()}, {cores} core{'s' if cores != 1 else ''}"
 
 
-def total_memory() -> int:
-    """Return the bytes of memory that this process may use: the host's, or its control group's limit if that is less."""
-    return min(_meminfo("MemTotal"), *_cgroup("memory.max", "memory/memory.limit_in_bytes"))
+def total_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may use: the host's, or the tightest limit of its control groups.
+
+    It is what `total_memory` of `hardpoint/host_memory.hpp` returns, for a probe that loads nothing native.
+
+    Args:
+        root: the folder in which /proc and /sys are; tests give another.
+    """
+    return min([_meminfo(root), *_group_limits(root)])
 
 
 def resident() -> int:
@@ -53,24 +60,32 @@ def _model_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _meminfo(key: str) -> int:
+def _meminfo(root: Path) -> int:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text().splitlines():
             name, _, value = line.partition(":")
-            if name == key:
+            if name == "MemTotal":
                 return int(value.split()[0]) * 1024
     except OSError:
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cgroup(*names: str) -> tuple[int, ...]:
-    """Return the first readable number among the control-group files of this process (version 2, then 1), if any."""
-    for name in names:
-        try:
-            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
-        except OSError:
+def _group_limits(root: Path) -> Iterator[int]:
+    """Yield the limits of the process's control groups and of those above them; in a container only the root may be there to be read."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        # "0::/path" in version 2; "4:memory:/path" in version 1, which may mount several controllers as one.
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not path or (controllers and "memory" not in controllers.split(",")):
             continue
-        if text.isdigit():
-            return (int(text),)
-    return ()
+        folder, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        group = PurePath(path)
+        for one in (group, *group.parents):
+            with contextlib.suppress(OSError):
+                text = (root / "sys/fs/cgroup" / folder / str(one).lstrip("/") / name).read_text().strip()
+                if text.isdigit():
+                    yield int(text)

@@ -6,6 +6,7 @@ any token of theirs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """A value whose kind is its name in another process, too."""
+
+
+_keys = itertools.count(1)
+
+
+def _key() -> int:
+    return next(_keys)
 
 
 class BeamSearch(_Message, frozen=True):
@@ -113,9 +121,14 @@ class Finish(_Message, frozen=True):
 
 
 class Sleep(_Message, frozen=True):
-    """Put the engine to sleep: a SleepReport. With the mode WAIT it is answered when all requests have ended."""
+    """Put the engine to sleep: a SleepReport. With the mode WAIT it is answered when all requests have ended.
+
+    Attributes:
+        key: the client's own number, by which `GiveUp` names it.
+    """
 
     request: SleepRequest
+    key: int = msgspec.field(default_factory=_key)
 
 
 class Pause(_Message, frozen=True):
@@ -123,15 +136,23 @@ class Pause(_Message, frozen=True):
 
     Attributes:
         before: a sleep that is to follow; where it is not possible, this one is refused.
+        key: as of `Sleep`.
     """
 
     mode: SleepMode = SleepMode.KEEP
     drain_timeout: float | None = None
     before: SleepRequest | None = None
+    key: int = msgspec.field(default_factory=_key)
 
 
 class Resume(_Message, frozen=True):
     """Compute steps again after a pause, and give up a sleep that waits for requests; raises EngineAsleep where memory is asleep."""
+
+
+class GiveUp(_Message, frozen=True):
+    """Give up the sleep or pause of this key while it waits for requests; one that waits for another's is left alone."""
+
+    key: int
 
 
 class Wake(_Message, frozen=True):
@@ -217,6 +238,7 @@ Command: TypeAlias = (
     | Sleep
     | Pause
     | Resume
+    | GiveUp
     | Wake
     | UpdateWeights
     | ReloadWeights

@@ -7,10 +7,10 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from hardpoint.engine.commands import (
     Generate,
     GetStats,
     GetStatus,
+    GiveUp,
     ListAdapters,
     LoadAdapter,
     Lost,
@@ -83,6 +84,7 @@ from hardpoint.interfaces.errors import (
     DrainTimeout,
     EngineDead,
     InvalidRequest,
+    MemoryBusy,
     RankFailed,
     SleepRefused,
     WorkerError,
@@ -91,7 +93,13 @@ from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite
 from hardpoint.plugins import Resolved
 from hardpoint.scheduler import FinishReason, Scheduler, SchedulerConfig
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _NO_IDS = np.empty(0, np.int64)
+
+_WITHIN_A_STEP = (Abort, Finish, CheckStep, GetStats, GetStatus, ListAdapters)
+"""Commands that a request's own function may call while a step is computed: they ask, or end requests."""
 
 _log = logging.getLogger("hardpoint")
 
@@ -145,7 +153,7 @@ class _InFlight:
 class _Drain:
     """A sleep that waits for the requests in progress."""
 
-    request: SleepRequest
+    command: Sleep
     reply: Future[SleepReport]
     start: float
     deadline: float
@@ -221,7 +229,9 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
         self._drain: _Drain | None = None
-        self._is_dead = self._is_shut_down = False
+        self._is_dead = self._is_shut_down = self._is_computing = False
+        self._under_way = 0
+        """Commands and steps under way: a caller's function, such as a logits processor, may call the engine in their midst."""
         self._events: list[Event] = []
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             Generate: self._take,
@@ -231,8 +241,9 @@ class EngineCore:
             Sleep: self._sleep,
             Pause: self._pause,
             Resume: lambda command: self._resume(),
+            GiveUp: self._give_up,
             Wake: self._wake,
-            UpdateWeights: lambda command: self._change_weights(WeightWrite.UPDATE, weight_pairs(command.weights)),
+            UpdateWeights: lambda command: self._update_weights(command.weights),
             ReloadWeights: self._reload_weights,
             DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
             GetStats: lambda command: self._stats(),
@@ -245,7 +256,6 @@ class EngineCore:
             StartProfile: self._start_profile,
             StopProfile: self._stop_profile,
             CheckStep: lambda command: self._check_step(),
-            ShutDown: lambda command: self.shutdown(),
         }
 
     def _start(self, resolved: Resolved, start: float) -> ModelInfo:
@@ -324,10 +334,59 @@ class EngineCore:
     # Commands
 
     def execute(self, command: Command) -> Reply:
-        """Do what a client asks and return the answer, which for a sleep that waits is a future; raises what refuses it."""
-        if self._is_shut_down and not isinstance(command, ShutDown):
-            raise EngineDead("the engine was shut down", hint="Make a new one")
-        return self._handlers[type(command)](command)
+        """Do what a client asks and return the answer, which for a sleep that waits is a future; raises what refuses it.
+
+        Where a function of the caller's calls while a step is computed, all but questions and the end of requests is refused: MemoryBusy.
+        """
+        if isinstance(command, ShutDown):
+            self.shutdown()
+            return None
+        self._check_not_shut_down()
+        if not isinstance(command, _WITHIN_A_STEP):
+            self._check_not_computing()
+        self._under_way += 1
+        try:
+            reply = self._handlers[type(command)](command)
+        except EngineDead:
+            raise
+        except Exception as error:
+            if self._is_shut_down:
+                raise _shut_down() from error
+            raise
+        finally:
+            self._leave()
+        # A function of the caller's may have shut the engine down meanwhile.
+        self._check_not_shut_down()
+        return reply
+
+    @property
+    def is_busy(self) -> bool:
+        """A command or a step is under way."""
+        return self._under_way > 0
+
+    @property
+    def is_shut_down(self) -> bool:
+        """The engine was shut down; what is under way is the last that it does."""
+        return self._is_shut_down
+
+    def _leave(self) -> None:
+        """End a command or a step, and with the outermost one an engine that was shut down in its midst."""
+        self._under_way -= 1
+        if self._is_shut_down and not self._under_way:
+            self._end()
+
+    def _check_not_shut_down(self) -> None:
+        if self._is_shut_down:
+            raise _shut_down()
+
+    def _check_not_computing(self) -> None:
+        """Raise MemoryBusy in the midst of a step: a function of a request's calls, and the workers have not returned."""
+        if self._is_computing:
+            raise MemoryBusy(
+                "the engine cannot be changed from within a step",
+                found="a step calls a function of one of its requests",
+                hint="Do it when the step has ended",
+            )
 
     def _take(self, command: Generate | Embed) -> None:
         self._check_admission()
@@ -539,6 +598,14 @@ class EngineCore:
         with self._between_steps():
             return self.lifecycle.change_weights(write, *arguments)
 
+    def _update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        def still_wanted(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
+            # Who makes the pairs may have shut the engine down.
+            self._check_not_shut_down()
+            return pair
+
+        return self._change_weights(WeightWrite.UPDATE, map(still_wanted, weight_pairs(weights)))
+
     def _wake(self, command: Wake) -> WakeReport:
         with self._between_steps():
             return self.lifecycle.wake(command.tags)
@@ -610,7 +677,8 @@ class EngineCore:
     def _pause(self, command: Pause) -> Reply:
         if command.before is not None:
             self.lifecycle.check_sleep(command.before)
-        return self._sleep(Sleep(SleepRequest(level=0, mode=command.mode, drain_timeout=command.drain_timeout)))
+        request = SleepRequest(level=0, mode=command.mode, drain_timeout=command.drain_timeout)
+        return self._sleep(Sleep(request, command.key))
 
     def _resume(self) -> None:
         drain = self._drain
@@ -624,6 +692,10 @@ class EngineCore:
             )
         )
 
+    def _give_up(self, command: GiveUp) -> None:
+        if self._drain is not None and self._drain.command.key == command.key:
+            self._resume()
+
     def _sleep(self, command: Sleep, drained: _Drain | None = None) -> Reply:
         """Go to sleep; where that waits for requests, return the future that is answered when they were `drained`."""
         request = command.request
@@ -633,7 +705,7 @@ class EngineCore:
         if drained is None and request.mode is SleepMode.WAIT and self._in_progress:
             self.lifecycle.begin_drain(request)
             limit = math.inf if request.drain_timeout is None else request.drain_timeout
-            self._drain = _Drain(request, Future(), start, time.monotonic() + limit)
+            self._drain = _Drain(command, Future(), start, time.monotonic() + limit)
             return self._drain.reply
         with self._between_steps():
             if self.scheduler.config.num_tier_host_blocks and self.lifecycle.loses_kv(request):
@@ -662,11 +734,11 @@ class EngineCore:
         try:
             if self._in_progress:
                 raise DrainTimeout(
-                    f"requests were still running after {drain.request.drain_timeout} seconds",
+                    f"requests were still running after {drain.command.request.drain_timeout} seconds",
                     found=f"{self._in_progress} in progress",
                     hint="Give more time, or sleep with the mode 'keep' or 'abort'",
                 )
-            drain.reply.set_result(self._sleep(Sleep(drain.request), drain))
+            drain.reply.set_result(self._sleep(drain.command, drain))
         except Exception as error:
             drain.reply.set_exception(error)
         finally:
@@ -723,10 +795,19 @@ class EngineCore:
         Raises:
             EngineAsleep, WeightsMissing, MemoryBusy, EngineDead: a state without steps; requests stay as they are.
         """
+        self._check_not_computing()
+        self._under_way += 1
+        try:
+            self._advance()
+        finally:
+            self._leave()
+
+    def _advance(self) -> None:
         if self._check_drain():
             return
         self.lifecycle.check_step()
         self._add_waiting()
+        self._is_computing = True
         try:
             while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
                 pass
@@ -735,6 +816,8 @@ class EngineCore:
         except BaseException as error:
             self._abandon_steps(error)
             raise
+        finally:
+            self._is_computing = False
         if not self.scheduler.has_unfinished():
             self._book_all()
         self._check_drain()
@@ -920,12 +1003,15 @@ class EngineCore:
             self._events.append(Lost(lost, error))
 
     def _book_all(self) -> None:
+        self._is_computing = True
         try:
             while self._in_flight:
                 self._book()
         except BaseException as error:
             self._abandon_steps(error)
             raise
+        finally:
+            self._is_computing = False
 
     def _lose_oldest(self, error: Exception) -> None:
         """End the requests of the oldest step, which failed; with the engine, where a rank is gone."""
@@ -977,12 +1063,22 @@ class EngineCore:
             totals.decode_seconds += seconds
 
     def shutdown(self) -> None:
-        """Drop all requests, end the workers and give all memory back; idempotent."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            if not self._is_dead:
-                self._mark_dead(EngineDead("the engine was shut down", hint="Make a new one"))
+        """Drop all requests, end the workers and give all memory back; idempotent.
+
+        In the midst of a command or a step it is done when that ends: the workers are in a call.
+        """
+        self._is_shut_down = True
+        if not self._under_way:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_dead:
+            self._mark_dead(_shut_down())
         self.executor.shutdown()
+
+
+def _shut_down() -> EngineDead:
+    return EngineDead("the engine was shut down", hint="Make a new one")
 
 
 def _adapter_of(command: Generate | Embed) -> str:

@@ -36,6 +36,7 @@ from hardpoint.engine.commands import (
     Generate,
     GetStats,
     GetStatus,
+    GiveUp,
     Lost,
     Pause,
     RegisterParticipant,
@@ -109,9 +110,11 @@ class _Drain:
     """A sleep that waits for the requests of all engines.
 
     Attributes:
+        key: of the command that it was asked for with.
         is_over: they have ended, or one engine refused: it cannot be given up any more.
     """
 
+    key: int
     is_over: bool = False
 
 
@@ -212,10 +215,12 @@ class DataParallelLoop(RunningLoop):
                 return self._finish(seq_ids)
             case RegisterParticipant():
                 return self._engines[0].submit(command)
-            case Sleep(request=request):
-                return self._sleep(request)
-            case Pause(mode=mode, drain_timeout=limit):
-                return self._sleep(SleepRequest(level=0, mode=mode, drain_timeout=limit))
+            case Sleep(request=request, key=key):
+                return self._sleep(request, key)
+            case Pause(mode=mode, drain_timeout=limit, key=key):
+                return self._sleep(SleepRequest(level=0, mode=mode, drain_timeout=limit), key)
+            case GiveUp(key=key):
+                return self._submit(Resume()) if self._waits(key) else self._some({})
             case Resume() if self._drain is not None and not self._drain.is_over:
                 # It reaches all engines after the pause, so what follows finds all of them running.
                 self._drain = None
@@ -366,13 +371,17 @@ class DataParallelLoop(RunningLoop):
     def _some(self, commands: Mapping[int, Command]) -> Future[Reply]:
         return _gathered(self._send(commands), _first)
 
-    def _sleep(self, request: SleepRequest) -> Future[Reply]:
+    def _waits(self, key: int) -> bool:
+        """Whether it is this command's sleep that waits for requests."""
+        return self._drain is not None and self._drain.key == key and not self._drain.is_over
+
+    def _sleep(self, request: SleepRequest, key: int) -> Future[Reply]:
         if request.mode is not SleepMode.WAIT or not self._requests:
             return _gathered(self._send(self._sleeps(request)), self._slept, may_wait=True)
         # Memory that an engine without requests gave up could not be taken back while the others still serve theirs.
         pause = Pause(SleepMode.WAIT, request.drain_timeout, before=replace(request, progress=None))
         replies = self._send(dict.fromkeys(self._loads, pause))
-        drain = self._drain = _Drain()
+        drain = self._drain = _Drain(key)
         return _gathered(replies, partial(self._drained, request, drain), may_wait=True)
 
     def _drained(self, request: SleepRequest, drain: _Drain, outcomes: list[Any]) -> SleepReport:

@@ -260,11 +260,11 @@ class LLMEngine:
                     raise failures[0]
                 if len(done) >= len(request_ids):  # of one that is streamed, another thread may have filled in several
                     return
+                self._check_alive()
                 while ended < len(request_ids) and request_ids[ended] not in self._requests:
                     ended += 1
                 if ended == len(request_ids):
                     raise InvalidRequest("the requests were aborted", hint="Another thread ended them")
-                self._check_alive()
                 self._apply(self._loop.events())
             if progress is not None and len(done) > shown:
                 progress.update(len(done) - shown, self.stats())

@@ -18,6 +18,7 @@ from hardpoint.engine.commands import (
     Died,
     Event,
     Finish,
+    GiveUp,
     Pause,
     Reply,
     Resume,
@@ -27,9 +28,9 @@ from hardpoint.engine.commands import (
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.info import EngineInfo
-from hardpoint.engine.sleep import SleepMode, SleepRequest
+from hardpoint.engine.sleep import SleepMode
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
-from hardpoint.interfaces.errors import EngineDead, InboxFull
+from hardpoint.interfaces.errors import EngineDead, HardpointError, InboxFull
 from hardpoint.interfaces.worker import ModelInfo
 
 Deliver: TypeAlias = Callable[[list[Event]], None]
@@ -38,7 +39,7 @@ Deliver: TypeAlias = Callable[[list[Event]], None]
 _IDLE_SECONDS = 0.02
 """After which a client that waits for events asks whether any will come."""
 
-_UNLIMITED = (Abort, Finish, Resume, ShutDown)
+_UNLIMITED = (Abort, Finish, Resume, GiveUp, ShutDown)
 """Commands that a full inbox takes: they end something."""
 
 
@@ -126,7 +127,7 @@ class Loop(ABC):
     def events(self) -> list[Event]:
         """Return what came up since the last call, after at least one step where there is one to be computed.
 
-        Raises EngineAsleep, WeightsMissing or EngineDead in a state without steps.
+        Raises EngineAsleep, WeightsMissing or EngineDead in a state without steps, where nothing came up.
         """
 
     @abstractmethod
@@ -148,15 +149,13 @@ class InlineLoop(Loop):
         super().__init__()
         self.core = EngineCore(config)
         self.info, self.model = self.core.info, self.core.model
-        self._nested = 0
-        """Commands and steps under way: a caller's function, such as a logits processor, may call the engine in their midst."""
 
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
         with DeferredInterrupts(), self.lock:
             done: Future[Reply] = Future()
             try:
-                reply = self._execute(command)
+                reply = self.core.execute(command)
             except Exception as error:
                 done.set_exception(error)
                 return done
@@ -171,10 +170,10 @@ class InlineLoop(Loop):
         Between its steps other threads have their turns; another sleep comes after it.
         """
         with DeferredInterrupts(), self.lock:
-            if isinstance(command, (Sleep, Pause)) and not self._nested:
+            if isinstance(command, (Sleep, Pause)) and not self.core.is_busy:
                 while self.core.is_draining:
                     self._drain_on()
-            reply = self._execute(command)
+            reply = self.core.execute(command)
             if not isinstance(reply, Future):
                 return reply
             try:
@@ -186,31 +185,17 @@ class InlineLoop(Loop):
                 raise
             return reply.result()
 
-    def _execute(self, command: Command) -> Reply:
-        self._nested += 1
-        try:
-            return self.core.execute(command)
-        finally:
-            self._nested -= 1
-
-    def _advance(self) -> None:
-        self._nested += 1
-        try:
-            self.core.advance()
-        finally:
-            self._nested -= 1
-
     def _drain_on(self) -> None:
         """Compute a step for a sleep that waits; other threads come next, but not into the midst of something."""
-        self._advance()
-        if not self._nested:
+        self.core.advance()
+        if not self.core.is_busy:
             self.lock.give_way()
         raise_deferred()
 
     def events(self) -> list[Event]:
         """Go one step on."""
         with DeferredInterrupts(), self.lock:
-            self._advance()
+            self.core.advance()
             return self.core.take_events()
 
     def pending(self) -> list[Event]:
@@ -248,10 +233,12 @@ class RunningLoop(Loop):
 
     def give_up(self, command: Command) -> None:
         """Nobody waits for the answer to a command any more: a sleep or pause need not wait for requests. Returns at once."""
+        if not isinstance(command, Sleep | Pause):
+            return
         asked = command.request if isinstance(command, Sleep) else command
-        if isinstance(asked, SleepRequest | Pause) and asked.mode is SleepMode.WAIT:
+        if asked.mode is SleepMode.WAIT:
             with contextlib.suppress(EngineDead):
-                self.submit(Resume())
+                self.submit(GiveUp(command.key))
 
     def events(self) -> list[Event]:
         """Wait for the next events, as long as any can come."""
@@ -260,8 +247,15 @@ class RunningLoop(Loop):
             raise_deferred()
             with contextlib.suppress(queue.Empty):
                 return self._arrived.get(timeout=_IDLE_SECONDS)
-            if not self.call(CheckStep()):
-                return self.pending()
+            try:
+                if self.call(CheckStep()):
+                    continue
+            except HardpointError:
+                # What had come by the answer is a client's due before it.
+                if events := self.pending():
+                    return events
+                raise
+            return self.pending()
 
     def pending(self) -> list[Event]:
         """Return what has arrived."""
@@ -397,6 +391,7 @@ class ThreadLoop(RunningLoop):
         super().__init__(deliver)
         self.inbox = Inbox(config.max_commands)
         made: Future[EngineCore] = Future()
+        self._core: EngineCore | None = None
         self._thread = threading.Thread(target=self._run, args=(config, made), name="hardpoint engine", daemon=True)
         self._thread.start()
         core = made.result()
@@ -408,16 +403,24 @@ class ThreadLoop(RunningLoop):
         except BaseException as error:
             made.set_exception(error)
             return
+        self._core = core
         made.set_result(core)
         del made
         try:
             self.inbox.close(run(core, self.inbox.take, self._deliver))
         finally:
             core.shutdown()
+            self._core = None
 
     def submit(self, command: Command) -> Future[Reply]:
-        """Hand a command over."""
-        return self.inbox.put(command)
+        """Hand a command over; one of a function that the engine calls is done at once, since the loop cannot wait for itself."""
+        core = self._core
+        is_called_back = threading.current_thread() is self._thread and core is not None and core.is_busy
+        if core is None or not is_called_back or isinstance(command, Abort | Finish):
+            return self.inbox.put(command)
+        reply: Future[Reply] = Future()
+        do(core, Work(command, reply), self._deliver)
+        return reply
 
     def shutdown(self) -> None:
         """End the loop after its present step."""

@@ -137,6 +137,8 @@ class EngineProcess:
         self._outgoing: deque[tuple[Kind, int, Sequence[Buffer]]] = deque()
         self._participants: dict[int, SleepParticipant] = {}
         self._death: EngineDead | None = None
+        self._refusal: EngineDead | None = None
+        """What refuses all commands, from when the last events were delivered: nobody is told of the end before them."""
         self._is_closing = False
         self._inside = threading.local()
         self._unattended: queue.SimpleQueue[tuple[_Pending, Frame] | None] = queue.SimpleQueue()
@@ -194,8 +196,8 @@ class EngineProcess:
         if os.getpid() != self._pid:
             raise ForkedProcess("the engine belongs to the process that started it", hint="Make an engine in this one")
         with self._lock:
-            if self._death is not None:
-                raise self._death
+            if self._refusal is not None:
+                raise self._refusal
             if pending.command is not None:
                 check_room(pending.command, len(self._pending), self._limit)
             self._pending[pending.call] = pending
@@ -277,6 +279,7 @@ class EngineProcess:
             self._processes.kill()
         assert self._death is not None
         with self._lock:
+            self._refusal = self._death
             pending = list(self._pending.values())
             self._pending.clear()
         for one in pending:

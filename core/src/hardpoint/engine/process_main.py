@@ -30,7 +30,7 @@ from hardpoint.executor.messages import Buffer, decode, encode
 from hardpoint.executor.transport import PROGRESS, WITHIN_CALL, Frame, Kind
 from hardpoint.executor.weights import decode_weight
 from hardpoint.interfaces.allocator import SleepPlan
-from hardpoint.interfaces.errors import MalformedMessage
+from hardpoint.interfaces.errors import EngineDead, MalformedMessage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ class EngineServer:
             case RegisterRemote(name=name, number=number):
                 return RegisterParticipant(_Participant(name, partial(self._tell, number)))
             case SleepRemote(sleep=sleep):
-                return Sleep(replace(sleep.request, progress=partial(self._report, call)))
+                return Sleep(replace(sleep.request, progress=partial(self._report, call)), sleep.key)
         return sent
 
     # What the client is asked for
@@ -99,6 +99,8 @@ class EngineServer:
                 changing = self._changing
                 do(self._core, self._work(frame), self._deliver)
                 self._changing = changing
+                if self._core.is_shut_down:
+                    raise EngineDead("the engine was shut down from within an answer to it", hint="Make a new one")
             else:
                 self._waiting.append(frame)
         if frame.kind in (Kind.CANCEL, Kind.WEIGHTS_FAILED):

@@ -25,6 +25,7 @@ from hardpoint.engine.commands import (
     Generate,
     GetStats,
     GetStatus,
+    GiveUp,
     ListAdapters,
     LoadAdapter,
     Lost,
@@ -102,6 +103,7 @@ Sent: TypeAlias = (
     | SleepRemote
     | Pause
     | Resume
+    | GiveUp
     | Wake
     | StreamWeights
     | ReloadWeights
@@ -133,7 +135,7 @@ def encode_command(command: Command, number: int) -> list[Buffer]:
         case RegisterParticipant(participant=participant):
             return encode(RegisterRemote(participant.name, number))
         case Sleep(request=request) if request.progress is not None:
-            return encode(SleepRemote(Sleep(replace(request, progress=None))))
+            return encode(SleepRemote(msgspec.structs.replace(command, request=replace(request, progress=None))))
     return encode(command)
 
 

@@ -210,7 +210,8 @@ class MemoryAsleep(MemoryFault):
 
 
 class MemoryBusy(MemoryFault):
-    """A sleep, wake or resize was started from within another one (its progress callback, a rebuild callback, a participant)."""
+    """A sleep, wake or resize was started from within another one (its progress callback, a rebuild callback, a participant), or the engine
+    was called from within a step (a function of `logits_processors`)."""
 
 
 class InvalidTransaction(MemoryFault, ValueError):

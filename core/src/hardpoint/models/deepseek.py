@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -104,6 +104,8 @@ class DeepseekV3(CausalLM):
     """DeepSeek V3 and R1, in dense weights."""
 
     layer = DeepseekV3Layer
+    least_of_group: ClassVar[int] = 2
+    """Experts by whose scores a group is chosen; see `Routing`."""
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +129,11 @@ class DeepseekV3(CausalLM):
         if config.integer("moe_layer_freq", 1) != 1:
             reasons.append("not every layer after the first ones has experts")
         groups, experts = config.integer("n_group", 1), config.integer("n_routed_experts")
-        if experts % groups or config.integer("topk_group", 1) > groups:
+        chosen = config.integer("topk_group", 1)
+        if experts % groups or chosen > groups:
             reasons.append(f"{experts} experts do not form {groups} groups of which as many are chosen as it says")
+        elif chosen < groups and experts // groups < cls.least_of_group:
+            reasons.append(f"its {groups} groups of 1 expert are chosen by the best {cls.least_of_group} of each")
         return reasons
 
     @classmethod
@@ -156,6 +161,7 @@ class DeepseekV2(DeepseekV3):
     """DeepSeek V2, V2.5 and the Lite models."""
 
     layer = DeepseekV2Layer
+    least_of_group = 1
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:

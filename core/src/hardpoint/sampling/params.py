@@ -33,6 +33,10 @@ GREEDY_BELOW = 1e-5
 MAX_PROMPT_LOGPROBS = 100
 """Of a prompt all positions are kept until the request ends."""
 
+MAX_TEXTS, MAX_TEXTS_CHARACTERS = 10_000, 1 << 18
+"""How many texts `stop` and `bad_words` may each have, and of how many characters in all. Other requests wait while a request's words
+are made tokens, 0.2 s for so many, and while its texts are looked for at each token."""
+
 TruncatedTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 """How many tokens of a prompt are used, its last ones; -1 for as many as the context holds."""
 
@@ -148,7 +152,8 @@ class BeamSearchParams(Validated):
 class SamplingParams(Validated):
     """How the tokens of one request are sampled and returned; checked when it is made, and when a parameter is set.
 
-    A request keeps the parameters as they were when it was added.
+    A request keeps the parameters as they were when it was added. Any sequence is kept as a list, and None as an empty one, except of
+    `allowed_token_ids`.
 
     The processors work in this order, which is vLLM's: `logits_processors`; `allowed_token_ids` and `structured_outputs`; `min_tokens`
     masks the stop tokens; `logit_bias`; `repetition_penalty`, `frequency_penalty`, `presence_penalty`; then, for a temperature of
@@ -167,7 +172,7 @@ class SamplingParams(Validated):
         top_k: the k most probable tokens, exactly k, the lower ids first among equals; 0 or -1 for all.
         min_p: tokens at least min_p times as probable as the most probable one.
         seed: of the request's own random stream; the same seed gives the same tokens in any batch. None or -1 for the engine's choice.
-        stop: texts at which the completion ends; the text is cut before them.
+        stop: texts at which the completion ends; the text is cut before them. At most 10,000, of 262,144 characters together.
         stop_token_ids: tokens at which the completion ends.
         include_stop_str_in_output: cut after the stop text (and show the stop token) instead of before.
         ignore_eos: generate beyond the end-of-text token.
@@ -180,7 +185,7 @@ class SamplingParams(Validated):
             and may come from the prefix cache. 0 and 1 are the same: the first token follows nothing.
         flat_logprobs: return log probabilities as `FlatLogprobs`, which cost less than a mapping for each position.
         bad_words: words that must not be generated, each also as it is written after a space. Words of several tokens are looked for as
-            `logits_processors` are: the request's next step is not planned before its token is known.
+            `logits_processors` are: the request's next step is not planned before its token is known. At most as many as stop texts.
         extra_args: kept with the parameters for whoever reads them; nothing here does.
         truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds.
         detokenize: make text; False returns token ids only.
@@ -215,8 +220,8 @@ class SamplingParams(Validated):
     top_k: _TopK = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Int64 | None = None
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[NonNegativeInt] | None = ()
+    stop: str | Sequence[str] | None = field(default_factory=list)
+    stop_token_ids: Sequence[NonNegativeInt] | None = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: PositiveInt | None = 16
@@ -225,14 +230,14 @@ class SamplingParams(Validated):
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_PROMPT_LOGPROBS)] | None = None
     prompt_logprobs_start: NonNegativeInt = 0
     flat_logprobs: bool = False
-    bad_words: Sequence[str] | None = ()
+    bad_words: Sequence[str] | None = field(default_factory=list)
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: Mapping[NonNegativeInt, _Bias] | None = field(default_factory=dict)
     allowed_token_ids: Sequence[NonNegativeInt] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logits_processors: Sequence[Any] | None = ()
+    logits_processors: Sequence[Any] | None = field(default_factory=list)
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: Mapping[str, Any] | None = None
     truncate_prompt_tokens: TruncatedTokens | None = None
@@ -243,15 +248,14 @@ class SamplingParams(Validated):
         if isinstance(self.seed, int) and self.seed == -1:
             object.__setattr__(self, "seed", None)
         self._check_types()
-        for name in ("stop", "bad_words", "stop_token_ids", "logits_processors"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, ())
         if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+            object.__setattr__(self, "stop", [self.stop])
+        for name in _LISTS:
+            object.__setattr__(self, name, list(getattr(self, name) or ()))
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
+            object.__setattr__(self, "allowed_token_ids", sorted(set(self.allowed_token_ids)))
         self._check_combinations()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -281,6 +285,8 @@ class SamplingParams(Validated):
             _contradiction(
                 "min_tokens must be at most max_tokens", f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}"
             )
+        _check_size("stop", self.stop_texts)
+        _check_size("bad_words", self.bad_words or ())
         if "" in self.stop_texts:
             _contradiction("stop texts must not be empty", shown(self.stop))
         if self.stop_texts and not self.detokenize:
@@ -327,13 +333,17 @@ class SamplingParams(Validated):
         if not changes.keys() <= values.keys():
             return type(self)(**(values | changes))
         is_same = all(value is values[name] for name, value in changes.items())
+        can_have_changed = self.logit_bias or self.extra_args or self.allowed_token_ids or any(_VALUES_OF_LISTS(self))
         # Each request makes copies: without the constructor, which sets parameters by `__setattr__`.
         copy = object.__new__(type(self))
         for name, value in (values | changes).items():
             object.__setattr__(copy, name, value)
         # Values that were checked and cannot have changed inside need no second look.
-        if not is_same or self.logit_bias or self.extra_args:
+        if not is_same or can_have_changed:
             copy.__post_init__()
+        else:
+            for name in _LISTS:
+                object.__setattr__(copy, name, [])
         return copy
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -429,6 +439,18 @@ class SamplingParams(Validated):
 _NAMES = tuple(parameter.name for parameter in fields(SamplingParams))
 _VALUES = attrgetter(*_NAMES)
 _LAST = _NAMES[-1]
+_LISTS = ("stop", "bad_words", "stop_token_ids", "logits_processors")
+_VALUES_OF_LISTS = attrgetter(*_LISTS)
+
+
+def _check_size(name: str, texts: Sequence[str]) -> None:
+    """Raise InvalidSamplingParams for more texts, or longer ones, than a request may have."""
+    characters = sum(map(len, texts))
+    if len(texts) > MAX_TEXTS or characters > MAX_TEXTS_CHARACTERS:
+        _contradiction(
+            f"{name} must be at most {MAX_TEXTS} texts of {MAX_TEXTS_CHARACTERS} characters together",
+            f"{len(texts)} text{'s' if len(texts) != 1 else ''} of {characters} characters",
+        )
 
 
 def _contradiction(problem: str, found: str, hint: str | None = None) -> NoReturn:

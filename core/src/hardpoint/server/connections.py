@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NoReturn
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_SECONDS = 60.0
 """In which the headers of a request must have come whole."""
 HEADER_BYTES = 64 << 10
-"""Of headers, with the request's first line."""
-_BESIDE_HEADER = len(": \r\n")
+"""Of headers, with the request's first line; and of the trailers that may follow a body in chunks."""
 
 
 class Connection(HttpToolsProtocol):
     """Uvicorn's connection, which it closes itself while it is idle between two requests; here also where headers do not come to an end.
 
-    A body's limits are `Gate`'s.
+    Trailers are passed over: what is said of a request once its body has come changes nothing. A body's limits are `Gate`'s.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._timer: asyncio.TimerHandle | None = None
-        self._received = 0
+        self._received = 0  # since the last that was neither headers nor what stands around the pieces of a body
+        self._trailers = 0
         self._in_headers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,34 +37,53 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, and close the connection where that are headers without end."""
+        """Take what came, and close the connection where that are headers or trailers without end."""
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait()
-        was_in_headers = self._in_headers
+        self._received += len(data)
         super().data_received(data)
-        # Those of a next request that comes while one is answered are not waited for, but do not come without end either.
-        if self._timer is not None or (was_in_headers and self._in_headers):
-            self._received += len(data)
-            if self._received > HEADER_BYTES:
-                self.transport.close()
+        if self._received > HEADER_BYTES:
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         """Take the first of a request's headers."""
         self._in_headers = True
-        if self._timer is None:
-            self._received = 0
+        self._begin_to_count()
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; pass over a trailer, and refuse those that are too large."""
+        if self._in_headers:
+            super().on_header(name, value)
+            return
+        self._trailers += _size(name, value)
+        if self._trailers > HEADER_BYTES:
+            self._refuse("trailers", self._trailers)
 
     def on_headers_complete(self) -> None:
         """Wait no more; refuse headers that came with what ended them, and are too large."""
         self._stop_waiting()
         self._in_headers = False
-        size = len(self.url) + sum(len(name) + len(value) + _BESIDE_HEADER for name, value in self.headers)
+        self._received = self._trailers = 0
+        size = len(self.url) + sum(_size(name, value) for name, value in self.headers)
         if size > HEADER_BYTES:
-            self.transport.close()
-            # What the parser is told so ends its work on this connection.
-            raise ValueError(f"a request's headers have {size} bytes")
+            self._refuse("headers", size)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._begin_to_count()
+        super().on_body(body)
+
+    def _begin_to_count(self) -> None:
+        # What comes while headers are waited for counts, whatever it is: the rest of a body that was refused, perhaps.
+        if self._timer is None:
+            self._received = 0
+
+    def _refuse(self, what: str, size: int) -> NoReturn:
+        self.transport.close()
+        # What the parser is told so ends its work on this connection.
+        raise ValueError(f"a request's {what} have {size} bytes")
 
     def _wait(self) -> None:
         self._received = 0
@@ -74,3 +93,8 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _size(name: bytes, value: bytes) -> int:
+    """Return the bytes of a header or a trailer."""
+    return len(name) + len(value) + len(": \r\n")
