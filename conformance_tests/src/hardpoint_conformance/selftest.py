@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 from rich.console import Console
@@ -78,8 +79,10 @@ def selftest(
     start = time.monotonic()
     cores = len(os.sched_getaffinity(0))
     at_a_time = jobs or cores
-    # As the runner has it; read when torch is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // at_a_time)))
+    if "OMP_NUM_THREADS" not in os.environ:  # as the runner has it
+        threads = max(1, cores // at_a_time)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
+        torch.set_num_threads(threads)
     with imports_kept():
         _import_parts()
         everything = collect(BACKEND)
