@@ -207,13 +207,42 @@ def test_weights_come_to_all_engines_and_are_read_once(llm: LLM, shallow: Model)
     with pytest.raises(OverflowError, match="mine"):
         llm.update_weights(failing())
 
+    llm.reload_weights()
+    assert tokens(llm) == expected
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "stats": lambda llm: llm.stats(),
+    "generate": tokens,
+    "sleep": lambda llm: llm.sleep(1),
+    "shutdown": lambda llm: llm.shutdown(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_the_engines_wait_for_cannot_call_them(llm: LLM, shallow: Model, call: Callable[[LLM], object]) -> None:
+    """They run it in a thread of theirs, while the one that called them has their lock."""
+    expected = tokens(llm)
+
     def asking() -> Iterator[tuple[str, torch.Tensor]]:
-        llm.stats()
+        call(llm)
         yield next(iter(shallow.weights.items()))
 
     with pytest.raises(InvalidRequest, match="Call them before or after it"):
         llm.update_weights(asking())
     llm.reload_weights()
+    refused: list[str] = []
+
+    def progress(done: int, total: int) -> None:
+        try:
+            call(llm)
+        except InvalidRequest as error:
+            refused.append(str(error))
+
+    llm.sleep(1, progress=progress)
+    llm.wake_up()
+    assert refused
+    assert all("Call them before or after it" in error for error in refused)
     assert tokens(llm) == expected
 
 

@@ -51,7 +51,7 @@ from hardpoint.engine.commands import (
 )
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.info import EngineInfo, EngineStats
-from hardpoint.engine.loops import Deliver, RunningLoop
+from hardpoint.engine.loops import Deliver, RunningLoop, called_back
 from hardpoint.engine.prefix_owners import PrefixOwners
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.sleep import (
@@ -142,7 +142,6 @@ class DataParallelLoop(RunningLoop):
         self._drain: _Drain | None = None
         self._pauses: Counter[int] = Counter()
         """By engine, how often it paused on the way to a sleep, which its counters take for another sleep."""
-        self._inside = threading.local()
         self._engines: list[ProcessLoop] = []
         self._cluster: RaySession | None = None
         if config.executor == "ray":
@@ -190,12 +189,8 @@ class DataParallelLoop(RunningLoop):
         """Hand a command over to the engine that it concerns, or to all."""
         if self._death is not None:
             raise self._death
-        if getattr(self._inside, "is_called_back", False):
-            raise InvalidRequest(
-                "the engines wait for what a call of theirs was given",
-                found=f"{type(command).__name__} from a progress callback or from the tensors of update_weights",
-                hint="Call them before or after it",
-            )
+        if self.lock.is_refused_here:
+            raise called_back(type(command).__name__)
         with self._order:
             return self._submit(command)
 
@@ -420,13 +415,9 @@ class DataParallelLoop(RunningLoop):
         lock = threading.Lock()
 
         def note(engine: int, done: int, total: int) -> None:
-            with lock:
+            with lock, self.lock.refused_here():
                 known[engine] = done, total
-                self._inside.is_called_back = True
-                try:
-                    progress(sum(one for one, _ in known), sum(one for _, one in known))
-                finally:
-                    self._inside.is_called_back = False
+                progress(sum(one for one, _ in known), sum(one for _, one in known))
 
         return [partial(note, engine) for engine in range(len(known))]
 
@@ -503,12 +494,8 @@ class DataParallelLoop(RunningLoop):
 
         def read(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             while True:
-                with lock:
-                    self._inside.is_called_back = True
-                    try:
-                        pair = next(source, None)
-                    finally:
-                        self._inside.is_called_back = False
+                with lock, self.lock.refused_here():
+                    pair = next(source, None)
                 if pair is None:
                     return
                 yield pair

@@ -6,8 +6,9 @@ import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -30,7 +31,7 @@ from hardpoint.engine.core import EngineCore
 from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.sleep import SleepMode
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
-from hardpoint.interfaces.errors import EngineDead, HardpointError, InboxFull
+from hardpoint.interfaces.errors import EngineDead, HardpointError, InboxFull, InvalidRequest
 from hardpoint.interfaces.worker import ModelInfo
 
 Deliver: TypeAlias = Callable[[list[Event]], None]
@@ -56,10 +57,27 @@ class FairLock:
         self._lock = threading.RLock()
         self._owner: int | None = None
         self._depth = 0
+        self._here = threading.local()
+
+    @contextmanager
+    def refused_here(self) -> Iterator[None]:
+        """Refuse the lock to this thread instead of letting it wait: it runs a function whose end the lock's holder may wait for."""
+        before, self._here.is_refused = self.is_refused_here, True
+        try:
+            yield
+        finally:
+            self._here.is_refused = before
+
+    @property
+    def is_refused_here(self) -> bool:
+        """This thread is within `refused_here`."""
+        return getattr(self._here, "is_refused", False)
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
         if self._owner != thread:
+            if self.is_refused_here:
+                raise called_back("a call of the engine")
             _acquire(self._turn)
             try:
                 _acquire(self._lock)
@@ -86,6 +104,15 @@ class FairLock:
         """Wait until no thread holds the lock, at most so many seconds, ahead of those that want to take it."""
         if self._lock.acquire(timeout=timeout):
             self._lock.release()
+
+
+def called_back(what: str) -> InvalidRequest:
+    """Return the error of what is asked of several engines from within a function that they wait for."""
+    return InvalidRequest(
+        "the engines wait for what a call of theirs was given",
+        found=f"{what} from a progress callback or from the tensors of update_weights",
+        hint="Call them before or after it",
+    )
 
 
 def _acquire(lock: threading.RLock) -> None:
