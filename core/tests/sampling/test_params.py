@@ -222,6 +222,12 @@ def test_vocabulary_bounds_are_checked_when_it_is_known(values: dict[str, Any]) 
         params.check_vocab(100)
 
 
+def test_many_ids_outside_the_vocabulary_are_a_short_error() -> None:
+    with pytest.raises(InvalidSamplingParams, match="tokens in 0..99") as caught:
+        SamplingParams(stop_token_ids=range(100, 100_000)).check_vocab(100)
+    assert len(str(caught.value)) < 1000
+
+
 def test_stop_tokens_are_the_requests_own_and_the_models_unless_ignored() -> None:
     assert SamplingParams(stop_token_ids=[7]).all_stop_token_ids([2]) == {2, 7}
     assert SamplingParams(stop_token_ids=[7], ignore_eos=True).all_stop_token_ids([2]) == {7}

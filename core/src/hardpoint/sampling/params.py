@@ -359,7 +359,7 @@ class SamplingParams(Validated):
         ):
             outside = sorted(token_id for token_id in token_ids or () if token_id >= vocab_size)
             if outside:
-                _contradiction(f"{name} must name tokens in 0..{vocab_size - 1}", repr(outside))
+                _contradiction(f"{name} must name tokens in 0..{vocab_size - 1}", shown(outside))
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and count > vocab_size:
                 _contradiction(f"{name} must be at most the vocabulary's size, {vocab_size}", repr(count))
