@@ -223,7 +223,7 @@ def test_vocabulary_bounds_are_checked_when_it_is_known(values: dict[str, Any]) 
 
 
 def test_many_ids_outside_the_vocabulary_are_a_short_error() -> None:
-    with pytest.raises(InvalidSamplingParams, match="tokens in 0..99") as caught:
+    with pytest.raises(InvalidSamplingParams, match=r"tokens in 0\.\.99") as caught:
         SamplingParams(stop_token_ids=range(100, 100_000)).check_vocab(100)
     assert len(str(caught.value)) < 1000
 
