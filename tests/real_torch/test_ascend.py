@@ -231,13 +231,8 @@ def test_ranks_cannot_be_joined_over_a_simulated_driver(machine: Any, unused_por
 
 # Settings of torch's allocator, each in a process of its own
 
-
-def test_settings_call_for_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
-    ended = run_child(
-        """
+ENTER_A_POOL = """
 from hardpoint.interfaces.errors import CapabilityRefused
-torch.empty(1, device=DEVICE.torch_device)
-torch.npu.memory._set_allocator_settings("expandable_segments:True")
 allocator = hardpoint_backend().make("allocator", DEVICE)
 try:
     with allocator.pool("weights"):
@@ -245,7 +240,14 @@ try:
 except CapabilityRefused as error:
     print(error)
 """
-    )
+
+
+def test_settings_call_for_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
+    set_by_a_call = """
+torch.empty(1, device=DEVICE.torch_device)
+torch.npu.memory._set_allocator_settings("expandable_segments:True")
+"""
+    ended = run_child(set_by_a_call + ENTER_A_POOL)
     assert ended.returncode == 0, ended.stderr
     assert "set by a call: expandable_segments:True" in ended.stdout
     assert f"Set {machine.settings[0]} to expandable_segments:False" in ended.stdout
@@ -253,18 +255,7 @@ except CapabilityRefused as error:
 
 def test_environment_with_expandable_segments_is_refused(machine: Any, run_child: Any) -> None:
     for variable in machine.settings:
-        ended = run_child(
-            """
-from hardpoint.interfaces.errors import CapabilityRefused
-allocator = hardpoint_backend().make("allocator", DEVICE)
-try:
-    with allocator.pool("weights"):
-        print("entered")
-except CapabilityRefused as error:
-    print(error)
-""",
-            **{variable: EXPANDABLE},
-        )
+        ended = run_child(ENTER_A_POOL, **{variable: EXPANDABLE})
         assert ended.returncode == 0, ended.stderr
         assert f"{variable}={EXPANDABLE}" in ended.stdout
         assert f"Set {variable} to expandable_segments:False" in ended.stdout
