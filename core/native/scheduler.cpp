@@ -437,6 +437,8 @@ void Scheduler::admit_beams(const Sequence& first) {
 // are enough.
 AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
   const int32_t total = blocks_.blocks_for(slots_wanted(sequence.num_tokens));
+  // A preempted beam whose search has not gone on meanwhile is sampled again: not at its preemption, when a sample can be in flight.
+  sequence.is_sampled = false;
   alloc_row(sequence);
   blocks_.open(sequence.table, sequence.table.root);
   kv::PrefixMatch match;
@@ -636,7 +638,7 @@ void Scheduler::preempt(Sequence& sequence) {
 
 void Scheduler::restart(Sequence& sequence) {
   sequence.num_computed = 0;
-  sequence.decoding = sequence.is_sampled = false;
+  sequence.decoding = false;
   enqueue(sequence);
 }
 
