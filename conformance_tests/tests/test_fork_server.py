@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint_conformance.fork_server import ForkServer
+from hardpoint_conformance.processes import end_group
 
 CHILD = """
 import json, os, signal, sys, time
@@ -68,6 +69,13 @@ def test_a_process_that_hangs_can_be_ended_while_others_run(server: ForkServer, 
         process.wait(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait(240) == -signal.SIGKILL
+
+
+def test_a_process_can_be_ended_before_it_has_its_group(server: ForkServer, tmp_path: Path) -> None:
+    for _ in range(20):
+        process, _, _ = start(server, tmp_path, "hang")
+        end_group(process)
+        assert process.poll() == -signal.SIGKILL
 
 
 def test_the_end_of_the_server_is_an_end_of_its_processes_and_an_error_of_the_next(tmp_path: Path) -> None:

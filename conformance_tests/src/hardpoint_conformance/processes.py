@@ -138,6 +138,10 @@ def end_group(process: Process) -> None:
     """End a process and all that it started (and that is still in its group), and wait for it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    # A fork may have been too young to have its group.
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
     process.wait()
 
 

@@ -803,9 +803,17 @@ def test_beams_in_a_tiny_pool_are_preempted_together_and_go_on(steps_in_flight: 
 
 def test_a_beam_whose_sample_is_in_flight_at_its_preemption_is_not_sampled_twice() -> None:
     """One beam is sampled and another in flight when both are preempted: computed again they would be told apart by that."""
-    sizes = {"block_size": 4, "num_device_blocks": 6, "max_num_seqs": 4, "max_num_batched_tokens": 7, "max_model_len": 10}
+    sizes = {
+        "block_size": 4,
+        "num_device_blocks": 6,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 7,
+        "max_model_len": 10,
+    }
     driver = Driver(
-        SchedulerConfig(**sizes, enable_prefix_caching=False, watermark=0.0, preemption_mode="recompute", steps_in_flight=1)
+        SchedulerConfig(
+            **sizes, enable_prefix_caching=False, watermark=0.0, preemption_mode="recompute", steps_in_flight=1
+        )
     )
     driver.add([1] * 5, max_tokens=9)
     driver.add([1], max_tokens=9)
