@@ -354,7 +354,11 @@ void Scheduler::schedule_prefills() {
     if (sequence->decoding || sequence->is_loading) continue;
     const int32_t length = chunk_of(*sequence);
     if (length == 0) continue;  // the end of a pooled prompt is in flight
-    if (!config_.enable_chunked_prefill && length < sequence->remaining()) continue;
+    if (!config_.enable_chunked_prefill && length < sequence->remaining()) {
+      // It fits once enough of the decodes have ended: others would take their places.
+      may_admit_ = false;
+      continue;
+    }
     planned_.push_back({sequence, length});
     budget_ -= length;
   }
@@ -410,6 +414,8 @@ void Scheduler::schedule_waiting() {
 
 // Whether all sequences of a beam search, of which the first is at the head of the queue, can be admitted at once.
 bool Scheduler::reserve_blocks_for_beams(const Sequence& first) {
+  // The others wait for a step that has room for them.
+  if (!config_.enable_chunked_prefill && first.num_tokens > budget_) return false;
   const std::vector<Sequence*> beams = beams_of(first.handle);
   int64_t needed = 0;
   for (const Sequence* beam : beams) {
@@ -881,7 +887,9 @@ void Scheduler::fork(Sequence& parent) {
     std::copy(parent.tokens, parent.tokens + parent.num_tokens, child.tokens);
     child.num_tokens = parent.num_tokens;
     child.num_cached = parent.num_cached;
+    // With them beams are boosted at once, and stay neighbours in rank.
     child.num_preemptions = parent.num_preemptions;
+    child.num_passed_over = parent.num_passed_over;
     child.boosted = parent.boosted;
     if (!shares_blocks) {  // the parent was preempted while its prompt was in flight
       restart(child);

@@ -367,7 +367,7 @@ class Scheduler {
   size_t oldest_ = 0;
   int32_t num_in_flight_ = 0;
   Plan* plan_ = nullptr;  // the one that is being made
-  bool may_admit_ = true;  // nothing was preempted in this step
+  bool may_admit_ = true;  // nothing was preempted in this step, and no sequence that runs waits for a step of its size
   bool has_prefills_ = false;
   bool has_decodes_ = false;  // in this step, or waiting for the token of one in flight
   StepCost step_cost_;

@@ -299,6 +299,8 @@ class Driver:
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             sequence = self.sequences[seq_id]
             assert sequence.reason is None
+            if not config.enable_chunked_prefill and not drafts_of(batch, r) and r >= batch.num_decodes:
+                assert int(batch.context_lens[r]) == len(sequence.history), "a part of what there is to compute"
             if not sequence.plan_ahead and r < batch.num_decodes:
                 assert all(seq_id not in step.arrays["seq_ids"] for step in self.in_flight)
             if drafts := drafts_of(batch, r):
@@ -821,6 +823,46 @@ def test_a_beam_whose_sample_is_in_flight_at_its_preemption_is_not_sampled_twice
     driver.add([1] * 5, max_tokens=6)
     driver.run_to_the_end()
     assert driver.scheduler.stats.preemptions_by_recompute >= 2
+
+
+def test_beams_that_later_requests_pass_over_are_boosted_together() -> None:
+    """Only the first has waited before the prompt was computed. Boosted alone, it would not be preempted with the others."""
+    sizes = {"num_device_blocks": 6, "max_num_seqs": 3, "max_model_len": 16, "watermark": 0.0}
+    driver = Driver(variant(**sizes, enable_prefix_caching=False, scheduling_policy="priority", starvation_limit=2))
+    driver.add([1, 2, 3, 4], n=2, max_tokens=8, priority=1, beams=True)
+    for _ in range(2):
+        driver.add([5] * 4, n=2, max_tokens=1, priority=0)
+        driver.step()
+        driver.step()
+        driver.scheduler.recompute_all(swapped=False)
+    driver.add([6] * 4, max_tokens=12, priority=0)
+    driver.run_to_the_end()
+    assert driver.scheduler.stats.preemptions_by_recompute > 0
+
+
+def test_beams_are_computed_whole_where_prompts_are() -> None:
+    driver = Driver(variant(enable_chunked_prefill=False, max_num_seqs=2, max_num_batched_tokens=48))
+    driver.add([1] * 10, max_tokens=4)
+    driver.add([2] * 40, n=1, max_tokens=4, beams=True)
+    driver.run_to_the_end()
+
+
+def test_a_sequence_that_is_computed_again_whole_is_not_starved_by_new_ones() -> None:
+    """The second beam needs most of a step, of which the guesses of those that decode beside it may leave too little."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 32, "num_device_blocks": 400}
+    for seed in range(40):
+        rng = random.Random(seed)
+        driver = Driver(variant(**sizes, enable_chunked_prefill=False, enable_prefix_caching=False, **drafting(3)))
+        handle = driver.add([2] * 26, n=2, max_tokens=4, beams=True)
+        driver.step()
+        driver.scheduler.recompute_all(swapped=False)
+        steps = 0
+        while driver.sequences[handle].reason is None:
+            for _ in range(2):
+                driver.add([rng.randrange(VOCABULARY)] * rng.randint(1, 3), max_tokens=12, drafts=True)
+            driver.step()
+            steps += 1
+            assert steps < 60, seed
 
 
 @given(seed=st.integers(0, 1 << 30), config=configs())
