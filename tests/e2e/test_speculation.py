@@ -124,6 +124,25 @@ def test_tokens_in_bfloat16_are_those_without(settings: dict[str, Any], make_sha
     assert found[0] == found[1]
 
 
+def test_a_step_may_sample_more_rows_than_it_computes_tokens(make_shallow: Make) -> None:
+    """Guesses and one token of a prompt that seven completions share."""
+    repeating = {"prompt_token_ids": [1, 2, 3] * 8}
+    asked = [params(max_tokens=40), params(max_tokens=2, n=7, temperature=0.5, seed=1)]
+    found = []
+    for speculation in (None, {"method": "ngram", "num_speculative_tokens": 5}):
+        with make_shallow(max_num_batched_tokens=8, max_num_seqs=8, speculative_config=speculation) as llm:
+            requests = [("long", repeating, asked[0]), *((str(i), {"prompt_token_ids": [5 + i]}, asked[1]) for i in range(4))]
+            outputs: dict[str, Any] = {}
+            for name, prompt, given in requests:
+                llm.engine.add_request(name, prompt, given)
+                for _ in range(6):
+                    outputs |= {one.request_id: one for one in llm.engine.step() if one.finished}
+            while llm.engine.has_unfinished_requests():
+                outputs |= {one.request_id: one for one in llm.engine.step() if one.finished}
+            found.append([[list(one.token_ids) for one in outputs[name].outputs] for name, _, _ in requests])
+    assert found[0] == found[1]
+
+
 def test_steps_are_saved_and_a_sleep_between_changes_nothing(make_shallow: Make, expected: list[Any]) -> None:
     with make_shallow(speculative_config=NGRAM) as llm:
         before = llm.stats()

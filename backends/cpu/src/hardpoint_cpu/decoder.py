@@ -221,7 +221,8 @@ class CpuDecoder(DecoderProgram):
         self._native = self._make_native(spec)
         self._native.set_rope_tables([(cos.data_ptr(), sin.data_ptr(), request.max_context) for cos, sin in self._rope])
         scratch, samples = self._native.scratch_bytes(), request.max_num_samples
-        states = (request.max_num_tokens, spec.hidden_size)
+        # Of a step's rows, or of those that it samples, which are more where sequences share a prompt's last token.
+        states = (max(request.max_num_tokens, samples), spec.hidden_size)
         self._hidden = _Rows(allocator.empty(states, request.dtype, DEFAULT, Policy.DISCARD))
         logits = samples * max(4 * spec.vocab_size, 8, self._native.summary_bytes())
         self._output = allocator.empty((logits,), DType.UINT8, DEFAULT, Policy.DISCARD)
