@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tiny_models import (
 from transformers import AutoModelForCausalLM
 
 from hardpoint.interfaces import DType
+from hardpoint.interfaces.errors import UnsupportedArchitecture
 
 
 @pytest.mark.parametrize("name", [*LEAN, *VARIANTS])
@@ -58,6 +60,51 @@ def test_a_mistral_whose_layers_differ_is_transformers_ministral(types: list[str
     windows = [layer.sliding_window for layer in plan.request.layers]
     assert windows == [6 if kind == "sliding_attention" else None for kind in types]
     assert_equals_transformers(reference.eval(), Runner(model, plan, attention))
+
+
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+OTHER_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        pytest.param("llama", {"hidden_activation": "gelu_new"}, id="activation-is-hidden-act"),
+        pytest.param("gemma", {"hidden_activation": "silu"}, id="gemma-activation-is-hidden-act"),
+        pytest.param("gemma3", {"attn_logit_softcapping": 1.0}, id="gemma3-caps-no-scores"),
+        pytest.param("llama", {"rope_scaling": LINEAR, "rope_theta": 5e3}, id="rope-scaling-before-rope-parameters"),
+        pytest.param("gpt-oss", {"rope_parameters": {}}, id="empty-rope-parameters-scale-nothing"),
+        pytest.param(
+            "gemma3",
+            {
+                "rope_parameters": {"full_attention": OTHER_YARN, "sliding_attention": {"rope_type": "default"}},
+                "original_max_position_embeddings": 40,
+            },
+            id="types-of-layers-have-their-own-original-length",
+        ),
+        pytest.param("deepseek-v2", {"rope_interleave": False}, id="deepseek-v2-rotates-neighbours"),
+        pytest.param("deepseek-v2", {"topk_group": 1}, id="experts-outside-the-best-groups-count-nothing"),
+        pytest.param("deepseek-v3", {"rope_interleave": None}, id="null-is-false-to-deepseek-v3"),
+        pytest.param("falcon-h1", {"mamba_norm_before_gate": None}, id="null-is-false-to-falcon-h1"),
+    ],
+)
+def test_settings_count_where_transformers_reads_them(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    kind, options = LEAN[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    edit_config(tmp_path, **change)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    _, model, plan, attention = open_and_load(tmp_path)
+    assert model.path == "lean"
+    assert_equals_transformers(reference.eval(), Runner(model, plan, attention))
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo"])
+def test_attention_to_both_sides_is_never_computed_as_causal(name: str, tmp_path: Path) -> None:
+    kind, options = {**LEAN, **FALLBACK}[name]
+    save_tiny(tmp_path, tiny_config(kind, **options))
+    edit_config(tmp_path, is_causal=False)
+    with pytest.raises(UnsupportedArchitecture, match="its attention is not causal"):
+        open_and_load(tmp_path)
 
 
 @pytest.mark.parametrize("name", FALLBACK)

@@ -152,6 +152,10 @@ def test_impossible_values_are_model_errors_when_a_model_is_opened(tmp_path: Pat
         open_model(str(tmp_path), load_format="dummy")
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,6 +163,12 @@ def test_impossible_values_are_model_errors_when_a_model_is_opened(tmp_path: Pat
         {"rope_parameters": "default"},
         {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
         {"rope_parameters": {"rope_type": "llama3"}},
+        *({"rope_parameters": {**YARN, name: "4"}} for name in (*YARN, "beta_fast", "mscale", "attention_factor")),
+        {"rope_parameters": {**YARN, "beta_slow": -1}},
+        {"rope_parameters": {**YARN, "rope_theta": 1}},
+        {"rope_parameters": {**YARN, "rope_type": "llama3", "low_freq_factor": 0, "high_freq_factor": 4}},
+        {"rope_parameters": {**LONG, "original_max_position_embeddings": 1}},
+        {"rope_parameters": {**LONG, "factor": float("inf")}},
         {"tie_word_embeddings": "yes"},
         {"attention_bias": 3},
         {"original_max_position_embeddings": [1]},

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from hardpoint import _native
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
+from hardpoint.layers import Rope
 from hardpoint.models import load_tokenizer, open_model
 from hardpoint.weights import gguf_file
 from hardpoint.weights.gguf_file import read_gguf
@@ -244,6 +245,30 @@ def test_linear_and_yarn_scaling_are_read(tmp_path: Path) -> None:
     rope = rotary.rope
     assert (rope.kind, rope.parameters["factor"]) == ("yarn", 4.0)
     assert rope.parameters["original_max_position_embeddings"] == 16
+
+
+def test_what_a_file_says_of_yarn_is_read_or_refused(tmp_path: Path) -> None:
+    def scaled(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+        writer.add_rope_scaling_yarn_attn_factor(1.5)
+        writer.add_rope_scaling_yarn_beta_fast(20.0)
+        writer.add_rope_scaling_yarn_beta_slow(2.0)
+        writer.add_rope_scaling_yarn_ext_factor(1.0)
+
+    def stretched(writer: Any) -> None:
+        scaled(writer)
+        writer.add_rope_scaling_yarn_log_mul(0.1)
+
+    given = {"factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5, "beta_fast": 20.0}
+    expected = Rope(SHAPE["head_dim"], 10000.0, "yarn", 64, {**given, "beta_slow": 2.0})
+    _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F32, scaled)
+    (rotary,) = open_model(str(tmp_path / "model.gguf")).describe(DType.FLOAT32).whole.model.rotary
+    assert rotary.rope.rotates_like(expected)
+    _write(tmp_path / "other.gguf", "llama", gguf.GGMLQuantizationType.F32, stretched)
+    with pytest.raises(UnsupportedArchitecture, match="yarn_log_multiplier"):
+        open_model(str(tmp_path / "other.gguf"))
 
 
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])

@@ -19,6 +19,7 @@ from tiny_models import (
     VOCAB,
     Runner,
     assert_equals_transformers,
+    edit_config,
     open_and_load,
     save_tiny,
     tiny_config,
@@ -350,6 +351,12 @@ def test_an_architecture_unknown_to_transformers_lists_the_lean_ones(llama: Path
     (llama / "config.json").write_text(json.dumps({"model_type": "quux", "architectures": ["QuuxForCausalLM"]}))
     with pytest.raises(UnsupportedArchitecture, match=r"QuuxForCausalLM.*LlamaForCausalLM"):
         open_model(str(llama))
+
+
+def test_a_rotary_embedding_that_nobody_knows_is_a_typed_error(llama: Path) -> None:
+    edit_config(llama, rope_parameters={"rope_type": "quux", "rope_theta": 1e4})
+    with pytest.raises(CorruptWeights, match=r"cannot be loaded: .*quux"):
+        open_and_load(llama)
 
 
 def test_a_checkpoint_that_is_quantised_in_another_format_is_refused(llama: Path) -> None:

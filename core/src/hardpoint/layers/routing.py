@@ -66,14 +66,19 @@ class GroupedRouter(Layer):
         asked = self.routing
         logits = functional.linear(x.float(), self.weight.float())
         scores = logits.sigmoid() if asked.sigmoid else logits.softmax(-1)
-        chosen = self._choose(scores)
+        ranked = self._ranked(scores)
+        chosen = ranked.topk(asked.top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
+        if not asked.sigmoid:
+            # Where the best groups have too few experts, others are chosen for nothing.
+            weights = weights.masked_fill(ranked.gather(1, chosen).isneginf(), 0.0)
         sums = weights.sum(-1, keepdim=True).clamp_min(_LEAST)
         shares = (weights / sums).clamp_min(_LEAST).log()
         logits = torch.full_like(scores, -torch.inf).scatter_(1, chosen, shares)
         return logits, torch.full_like(sums, asked.scale) if asked.renormalise else sums * asked.scale
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """Return the scores by which experts are chosen, minus infinity outside the best groups."""
         asked = self.routing
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
@@ -82,4 +87,4 @@ class GroupedRouter(Layer):
             best = groups.topk(2 if asked.sigmoid else 1, dim=-1).values.sum(-1)
             left = torch.zeros_like(best).scatter_(1, best.topk(asked.top_groups, dim=-1).indices, 1.0)
             scores = groups.masked_fill(left[:, :, None] == 0, -torch.inf).flatten(1)
-        return scores.topk(asked.top_k, dim=-1).indices
+        return scores

@@ -31,6 +31,9 @@ _MAX_LAYERS = 1024
 """Beyond any model's; a configuration that asks for more would take time and memory for each layer before a tensor is missed."""
 _MAX_EXPERTS = 1 << 14
 """Beyond any model's; each has tensors of its own, which are listed before one is missed."""
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
+_ROPE_FACTORS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Numbers of rotary parameters, of which these may be 0."""
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
@@ -280,7 +283,7 @@ class ModelConfig:
     @property
     def activation_name(self) -> str:
         """The same as the configuration calls it, in all that is not refused one of `layers.activations.ACTIVATIONS`."""
-        return str(self.values.get("hidden_activation") or self.values.get("hidden_act") or "silu")
+        return str(self.values.get("hidden_act") or "silu")
 
     @cached_property
     def layer_types(self) -> tuple[str, ...]:
@@ -326,6 +329,8 @@ class ModelConfig:
             partial: the family may rotate a part of each head.
         """
         given = dict(self.positions.values)
+        if self.values.get("original_max_position_embeddings") is not None:
+            given["original_max_position_embeddings"] = self.number("original_max_position_embeddings")
         kinds = list(dict.fromkeys(self.layer_types))
         nested = [kind for kind in kinds if isinstance(given.get(kind), Mapping)]
         entries = [dict(given[kind]) for kind in nested] if nested else [given]
@@ -371,6 +376,8 @@ class ModelConfig:
         reasons = []
         if self.activation_name not in _ACTIVATIONS:
             reasons.append(f"its activation is {self.activation_name}")
+        if not self.values.get("is_causal", True):
+            reasons.append("its attention is not causal")
         unknown = sorted(set(self.layer_types) - kinds)
         if unknown:
             reasons.append(f"it has layers of the type {', '.join(unknown)}")
@@ -379,13 +386,21 @@ class ModelConfig:
     def _rope(self, entry: dict[str, Any], rotary_dim: int) -> Rope | Refusal:
         if entry.get("rope_theta") is None:
             entry["rope_theta"] = self.number("rope_theta", 10000.0)
+        given = replace(self, values=entry)
+        if given.number("rope_theta") <= 1:
+            raise self._unusable("rope_theta", entry["rope_theta"], "a number above 1")
+        for name in _ROPE_NUMBERS:
+            given.optional_number(name)
+        for name in _ROPE_FACTORS:
+            if entry.get(name) != 0:
+                given.optional_number(name)
+        if entry.get("original_max_position_embeddings") is not None:
+            given.integer("original_max_position_embeddings", least=2)
         divisors = self.rope_divisors
         if divisors is not None and not (
             len(divisors) == rotary_dim // 2 and all(0 < one < math.inf for one in divisors)
         ):
             raise self._unusable("rope_freqs.weight", divisors, f"{rotary_dim // 2} numbers above 0")
-        if self.values.get("original_max_position_embeddings") is not None:
-            entry["original_max_position_embeddings"] = self.number("original_max_position_embeddings")
         return rope_from_config(entry, rotary_dim, self.max_position_embeddings, self.rope_divisors)
 
     def _unusable(self, name: str, value: object, wanted: str) -> ModelError:

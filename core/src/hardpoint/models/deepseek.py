@@ -75,7 +75,7 @@ class DeepseekV3Layer(LlamaLayer):
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=config.integer("qk_rope_head_dim"),
             value_dim=config.integer("v_head_dim"),
-            interleaved=config.flag("rope_interleave", True),
+            interleaved=config.flag("rope_interleave"),
         )
         scale, bias = shape.key_dim**-0.5 * _magnitude(config) ** 2, config.flag("attention_bias")
         return LatentAttention(index, shape, scale, config.hidden_size, rotary, context, bias=bias)
@@ -120,6 +120,7 @@ class DeepseekV3(CausalLM):
             "first_k_dense_replace": 3,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+            "rope_interleave": True,
         }
         return with_rotated_part({**defaults, **values})
 
@@ -174,7 +175,7 @@ class DeepseekV2(DeepseekV3):
             "first_k_dense_replace": 0,
             "routed_scaling_factor": 1.0,
         }
-        return with_rotated_part({**defaults, **values})
+        return with_rotated_part({**defaults, **values, "rope_interleave": True})
 
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:

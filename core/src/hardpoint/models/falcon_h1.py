@@ -46,7 +46,7 @@ class FalconH1Layer(nn.Module):
         more = {
             "output_bias": config.flag("projectors_bias"),
             "eps": config.norm_eps if config.flag("mamba_rms_norm") else None,
-            "norm_first": config.flag("mamba_norm_before_gate", True),
+            "norm_first": config.flag("mamba_norm_before_gate"),
             "factors": tuple(config.values["ssm_multipliers"]),
         }
         self.mamba = Mamba2(index, mamba_shape(config, config.integer("mamba_d_ssm"), **more), hidden, context)
@@ -93,6 +93,7 @@ class FalconH1(CausalLM):
             "mamba_d_conv": 4,
             "mamba_expand": 2,
             "mamba_conv_bias": True,
+            "mamba_norm_before_gate": True,
         }
         completed = {**defaults, **values}
         if completed["mamba_d_ssm"] is None:

@@ -156,6 +156,8 @@ def attention_layers(source: ModelSource) -> tuple[AttentionLayer, ...]:
                 .eval()
             )
         reasons += _obstacles(model)
+        if not getattr(source.text_config, "is_causal", True):
+            reasons.append("its attention is not causal")
         if not reasons:
             ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device="meta")
             positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
@@ -544,7 +546,7 @@ def _read(source: ModelSource, dtype: DType) -> Any:
                 **({"config": source.config} if source.kv_quantisation else {}),
             )
         notes["unexpected_keys"] = [name for name in notes["unexpected_keys"] if not is_scale(name)]
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise CorruptWeights(
             f"the weights of {source.path} cannot be loaded",
             found=_first_line(error),

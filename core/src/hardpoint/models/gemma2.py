@@ -60,11 +60,16 @@ class Gemma2(Gemma):
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
         completed = {"sliding_window": 4096, **caps, **super().complete(with_kv_heads(values, 4))}
-        return with_layer_types(completed, every=2)
+        return with_layer_types(with_activation(completed), every=2)
 
     def head(self, config: ModelConfig, context: ModelContext, tied: VocabEmbedding | None) -> LMHead:
         cap = config.optional_number("final_logit_softcapping")
         return LMHead(config.vocab_size, config.hidden_size, context, tied=tied, soft_cap=cap)
+
+
+def with_activation(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with the activation under the usual name, of which Gemma 2 and 3 have another."""
+    return {**values, "hidden_act": values.get("hidden_activation") or "gelu_pytorch_tanh"}
 
 
 def with_layer_types(values: dict[str, Any], every: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hardpoint.interfaces.batch import Pooling
 from hardpoint.layers import Attention
 from hardpoint.models.config import FULL, SLIDING, with_kv_heads
 from hardpoint.models.gemma import Gemma, gemma_norm
-from hardpoint.models.gemma2 import Gemma2, Gemma2Layer, with_layer_types
+from hardpoint.models.gemma2 import Gemma2, Gemma2Layer, with_activation, with_layer_types
 
 if TYPE_CHECKING:
     from hardpoint.layers import ModelContext, RotaryEmbedding
@@ -38,7 +38,9 @@ class Gemma3(Gemma2):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        completed = {"sliding_window": 4096, **Gemma.complete(with_kv_heads(values, 4))}
+        completed = with_activation({"sliding_window": 4096, **Gemma.complete(with_kv_heads(values, 4))})
+        # Configurations have the name of Gemma 2's cap, and the model has none.
+        completed["attn_logit_softcapping"] = None
         every = values.get("sliding_window_pattern", 6)
         completed = with_layer_types(completed, every if isinstance(every, int) and every > 0 else 6)
         window = completed["sliding_window"]

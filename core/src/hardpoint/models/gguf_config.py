@@ -13,6 +13,15 @@ from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
 from hardpoint.weights.gguf_file import GGUFFile
 
 _GEMMA2_27B_LAYERS = 46
+_YARN = {
+    "attn_factor": "attention_factor",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""What llama.cpp's converter calls a configuration's parameters."""
+_YARN_PLAIN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+"""Keys that a configuration has no name for, with the values that change nothing."""
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -87,8 +96,15 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
     if kind == "yarn":
         original = file.get("rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = original or file.require("context_length")
-        if (attention_factor := file.get("rope.scaling.attn_factor")) is not None:
-            parameters["attention_factor"] = attention_factor
+        given = ((ours, file.get(f"rope.scaling.{theirs}")) for theirs, ours in _YARN.items())
+        parameters |= {name: value for name, value in given if value is not None}
+        unread = {name: file.get(f"rope.scaling.{name}", plain) for name, plain in _YARN_PLAIN.items()}
+        if unread != _YARN_PLAIN:
+            raise UnsupportedArchitecture(
+                f"{file.path.name} scales its rotary embedding in a way that Hardpoint does not read from GGUF files",
+                found=", ".join(f"{name} {value}" for name, value in unread.items()),
+                hint="Use the safetensors checkpoint",
+            )
     return parameters
 
 

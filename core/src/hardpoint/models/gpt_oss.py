@@ -113,7 +113,7 @@ class GptOss(CausalLM):
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         sizes = {"head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128}
         completed = {**sizes, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, **with_kv_heads(values, 8)}
-        if not values.get("rope_parameters") and not values.get("rope_scaling"):
+        if values.get("rope_parameters") is None and not values.get("rope_scaling"):
             completed["rope_parameters"] = _ROPE
         count = values.get("num_hidden_layers")
         if values.get("layer_types") is None and isinstance(count, int):

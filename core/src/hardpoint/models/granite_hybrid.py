@@ -167,7 +167,7 @@ def mamba_shape(config: ModelConfig, width: int | None = None, **more: Any) -> M
         num_groups=config.integer("mamba_n_groups"),
         state_size=config.integer("mamba_d_state"),
         kernel=config.integer("mamba_d_conv", least=2),
-        conv_bias=config.flag("mamba_conv_bias", True),
+        conv_bias=config.flag("mamba_conv_bias"),
         activation=config.activation_name,
         bias=config.flag("mamba_proj_bias"),
         **{"output_bias": config.flag("mamba_proj_bias"), "eps": config.norm_eps, **more},

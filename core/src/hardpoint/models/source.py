@@ -545,7 +545,7 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool, overri
         )
     if load_format == ModelFormat.GGUF:
         raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
-    written = _overridden(_read_json(folder / "config.json"), overrides)
+    written = _overridden(_with_one_rope(_read_json(folder / "config.json")), overrides)
     _check_counts(folder / "config.json", written)
     architecture = _architecture(folder, written)
     part = language_part(architecture)
@@ -634,6 +634,18 @@ def _overridden(written: dict[str, Any], overrides: Mapping[str, Any]) -> dict[s
             # It is the language model's, whose values have a place of their own.
             merged["text_config"] = _overridden(merged["text_config"], {name: value})
     return merged
+
+
+def _with_one_rope(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that says once how positions are rotated: of both names the former counts, as transformers reads them."""
+    kept, text, given = dict(written), written.get("text_config"), written.get("rope_parameters")
+    if isinstance(text, Mapping):
+        kept["text_config"] = _with_one_rope(text)
+    if written.get("rope_scaling") and isinstance(given, Mapping):
+        # Types of layers that have their own are more than the former name could say.
+        of_layers = any(isinstance(value, Mapping) for value in given.values())
+        kept.pop("rope_scaling" if of_layers else "rope_parameters")
+    return kept
 
 
 def _with_rope(before: Any, change: Any) -> Any:
