@@ -130,6 +130,39 @@ def test_a_busy_model_ends_what_it_has_before_it_makes_way(start: Any, models: d
             assert len(other.result()) == 6
 
 
+def test_a_paused_model_wakes_while_another_waits_for_its_room(start: Any, models: dict[str, str]) -> None:
+    pair = {name: models[name] for name in "ab"}
+    with start(pair, SETTINGS, budget=lambda: DeviceBudget(LIMIT, min_awake=0.5)) as server:
+        assert len(ask(server, "a", 0)) == 6
+        server.operators.post("/pause", params={"model": "a"}).raise_for_status()
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(ask, server, "b", 1)
+            while not server.model("b").waiting:
+                time.sleep(0.002)
+            second = pool.submit(ask, server, "a", 2)
+            assert [len(one.result(60)) for one in (second, first)] == [6, 6]
+
+
+def test_a_model_that_is_paused_amid_requests_does_not_make_way(start: Any, models: dict[str, str]) -> None:
+    pair = {name: models[name] for name in "ab"}
+    with start(pair, SETTINGS, budget=lambda: DeviceBudget(LIMIT, min_awake=0.0)) as server:
+        body: Any = {"model": "a", "prompt": [1, 2], "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        with ThreadPoolExecutor(2) as pool:
+            ask(server, "a", 0)
+            long = pool.submit(server.openai.completions.create, **body)
+            while not server.call(server.model("a").llm.stats()).running:
+                time.sleep(0.002)
+            server.operators.post("/pause", params={"model": "a"}).raise_for_status()
+            other = pool.submit(ask, server, "b", 1)
+            time.sleep(0.2)
+            assert [long.done(), other.done()] == [False, False]
+            server.operators.post("/resume", params={"model": "a"}).raise_for_status()
+            answer = long.result(60)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 400
+            assert len(other.result(60)) == 6
+
+
 def test_a_model_larger_than_the_budget_is_said_at_the_start(start: Any, models: dict[str, str]) -> None:
     with (
         pytest.raises(DeviceOutOfMemory, match="--device-memory"),

@@ -119,6 +119,16 @@ def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, n: int) ->
         assert all(len(entry.top_logprobs) == 2 for entry in streamed)
 
 
+def test_null_in_stream_options_is_as_if_it_were_absent(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": None, "continuous_usage_stats": None}
+    asked: Any = {"model": "demo", "max_tokens": 2, "stream": True, "stream_options": options}
+    for stream in (
+        client.completions.create(prompt="x", **asked),
+        client.chat.completions.create(messages=MESSAGES, **asked),
+    ):
+        assert not any(part.usage for part in stream)
+
+
 def test_logprobs_of_tokens_that_are_parts_of_characters(server: Running, client: openai.OpenAI) -> None:
     written = {"structured_outputs": {"choice": ["\U0001f600\u65e5\u672c a"]}}
     text = written["structured_outputs"]["choice"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -58,6 +59,26 @@ def test_a_client_that_leaves_takes_its_request_along(slow_server: Running, stre
             slow_server.users.post("/v1/completions", json=body, timeout=0.5)
     until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
     assert ended(slow_server, "abort") == before + (2 if stream else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_beam_search_that_is_aborted_says_so(server: Running, path: str, stream: bool) -> None:
+    prompt: Any = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    body = prompt | {"max_tokens": 900, "n": 2, "use_beam_search": True, "ignore_eos": True, "stream": stream}
+    before = ended(server, "abort")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.users.post, f"/v1/{path}", json=body)
+        until(lambda: running(server) > 0)
+        server.operators.post("/sleep", params={"level": "0"}).raise_for_status()
+        answer = asked.result()
+    server.operators.post("/resume").raise_for_status()
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = events if stream else [answer.json()]
+    reasons = [one["finish_reason"] for part in parts for one in part["choices"] if one["finish_reason"] is not None]
+    assert reasons == ["abort", "abort"]
+    assert ended(server, "abort") == before + 2
 
 
 def test_too_many_requests_are_told_when_to_come_back(start_slow: Any) -> None:
@@ -285,6 +306,13 @@ def test_the_log_says_nothing_of_prompts(slow_server: Running, caplog: pytest.Lo
     assert secret not in caplog.text
     assert secret not in slow_server.users.get("/metrics").text
     assert secret not in slow_server.operators.get("/models").text
+
+
+def test_a_request_writes_one_line_of_the_log(slow_server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hardpoint.access")
+    assert slow_server.users.get("/a%0AGET /b 200").status_code == 404
+    until(lambda: bool(caplog.messages))  # it is written once the answer was sent
+    assert [line.partition(" 404 ")[0] for line in caplog.messages] == ["GET /a%0AGET%20/b%20200"]
 
 
 def address(server: Running) -> tuple[str, int]:

@@ -43,6 +43,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "so"}}}}, '"so"'),
     ({"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}}, "[0-9]{3}-[0-9]{2}"),
     ({"structured_outputs": {"json": {"enum": [1, 22]}}}, "1|22"),
+    ({"structured_outputs": {"json": None, "json_object": None, "regex": "[ab]", "choice": None}}, "[ab]"),
     ({"guided_json": {"type": "boolean"}}, "true|false"),
     ({"guided_json": '{"type": "null"}'}, "null"),
     ({"guided_regex": "(ab){1,3}"}, "(ab){1,3}"),
@@ -70,6 +71,10 @@ def test_any_object_and_plain_text(client: openai.OpenAI) -> None:
     plain = client.completions.create(**asked)
     named = client.completions.create(**asked, extra_body={"response_format": {"type": "text"}})
     assert [choice.text for choice in named.choices] == [choice.text for choice in plain.choices]
+    shapes: Any = [{"name": "any"}, {"name": "any", "schema": None}, {"name": "any", "schema": {}}]
+    formats = [{"response_format": {"type": "json_schema", "json_schema": shape}} for shape in shapes]
+    absent, null, empty = (client.completions.create(**asked, extra_body=one).choices for one in formats)
+    assert absent == null == empty
 
 
 @pytest.mark.parametrize(

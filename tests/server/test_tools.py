@@ -157,6 +157,23 @@ def test_a_template_with_tools_gets_messages_as_they_are() -> None:
     assert written[3] == CALLED[3]
 
 
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 100_000, '{"a"', "5"], ids=range(4))
+def test_arguments_that_cannot_be_read_stay_as_they_are(arguments: str, has_tools: bool) -> None:
+    called = {"function": {"name": "f", "arguments": arguments}}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [called]})
+    (found,), _ = in_template([message], "{{ tools }}" if has_tools else "")
+    if has_tools:
+        assert found["tool_calls"][0]["function"]["arguments"] == arguments
+    else:
+        assert json.dumps(arguments) in found["content"]
+
+
+def test_a_call_whose_name_is_no_text_stays_content() -> None:
+    text = '<tool_call>{"name": %s}</tool_call>' % ("[" * 100_000 + "]" * 100_000)
+    assert read(Hermes(), [text]) == (text, [])
+
+
 def test_a_result_with_a_picture_is_refused() -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     message = ChatMessage(role="tool", content=[picture])
@@ -247,6 +264,26 @@ def test_a_named_function_is_called_and_its_result_understood(server: Running, c
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [{}, {"maxProperties": 0}, {"type": ["null", "object"]}, {"anyOf": [{"type": "null"}, {"maxProperties": 0}]}],
+    ids=range(4),
+)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "now"}}], ids=["any", "named"]
+)
+def test_a_schema_that_allows_more_than_objects_is_held_to_them(
+    client: openai.OpenAI, schema: dict[str, Any], choice: Any
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "now", "parameters": schema}}]
+    asked: Any = {**ASKED, "max_tokens": 40, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    (found,) = client.chat.completions.create(**asked).choices
+    assert found.message.content is None
+    (call,) = found.message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.arguments.startswith("{")
+
+
+@pytest.mark.parametrize(
     ("asked", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
@@ -263,6 +300,15 @@ def test_tools_that_cannot_be_are_refused(server: Running, asked: dict[str, Any]
     answer = server.users.post("/v1/chat/completions", json={"messages": MESSAGES} | asked)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_marks_that_are_special_tokens_are_seen(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {**ASKED, "max_tokens": 2, "tools": [CLOCK], "extra_body": {"allowed_token_ids": [1]}}
+    assert client.chat.completions.create(**asked).choices[0].message.content == ""
+    monkeypatch.setattr(Hermes, "marks", ("<tool_call>", "<|im_start|>"))
+    assert client.chat.completions.create(**asked).choices[0].message.content == "<|im_start|>" * 2
+    asked["extra_body"]["skip_special_tokens"] = True
+    assert client.chat.completions.create(**asked).choices[0].message.content == ""
 
 
 @pytest.fixture

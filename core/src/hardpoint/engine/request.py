@@ -116,13 +116,18 @@ class BeamRequest:
         self.num_cached_tokens = num_cached_tokens
 
     def output(self, ended: Ended | None, event: StepDone | None) -> RequestOutput:
-        """Return its output; without one in the event, of a search that was ended before, which has found nothing."""
-        beams = () if ended is None or event is None else event.beams.get(ended.seq_id, ())
+        """Return its output; without one in the event, of a search that was ended before, whose completions are empty."""
+        beams = None if ended is None or event is None else event.beams.get(ended.seq_id)
+        if beams is None:
+            reason = (FinishReason.ABORT if ended is None else ended.reason).name.lower()
+            outputs = [CompletionOutput(index, "", [], 0.0, [], reason) for index in range(self.params.beam_width)]
+        else:
+            outputs = [self._completion(index, beam) for index, beam in enumerate(beams)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
-            outputs=[self._completion(index, beam) for index, beam in enumerate(beams)],
+            outputs=outputs,
             finished=True,
             metrics=replace(self.metrics, finished_time=time.perf_counter()),
             num_cached_tokens=self.num_cached_tokens,

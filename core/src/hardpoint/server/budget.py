@@ -58,6 +58,7 @@ class DeviceBudget:
         self._min_awake = min_awake
         self._models: Sequence[ServedModel] = ()
         self._waking = asyncio.Lock()
+        self._asking: list[ServedModel] = []
 
     def watch(self, models: Sequence[ServedModel]) -> None:
         """Take charge of models."""
@@ -68,37 +69,41 @@ class DeviceBudget:
     @asynccontextmanager
     async def room(self, model: ServedModel) -> AsyncIterator[None]:
         """The context in which a model takes its memory, one after the other; raises DeviceOutOfMemory where it never has room."""
-        async with self._waking:
-            # What a model takes is known once it was loaded; until then it may take all.
-            need = (model.need or self.limit) - model.device_bytes
-            while sum(one.device_bytes for one in self._models) + need > self.limit:
-                await self._make_room(model, need)
-            yield
+        self._asking.append(model)
+        try:
+            while True:
+                async with self._waking:
+                    if await self._make_room(model):
+                        yield
+                        break
+                # In short sleeps, since another may become idle or end meanwhile, or have to wake before it can make way.
+                await asyncio.sleep(_PAUSE)
+        finally:
+            self._asking.remove(model)
         if model.need > self.limit:
             raise _too_large(model.name, model.need, self.limit)
 
-    async def _make_room(self, model: ServedModel, need: int) -> None:
-        now = time.monotonic()
-        awake = [one for one in self._models if one is not model and one.device_bytes]
-        if not awake:
-            raise _too_large(model.name, need, self.limit)
-        # One that was just woken serves first what it was woken for.
-        awake = [one for one in awake if not one.waiting]
-        if not awake:
-            await asyncio.sleep(_PAUSE)
-            return
-        first = min(
-            awake,
-            key=lambda one: (max(one.awake_since + self._min_awake, now), one.in_progress > 0, one.last_used),
-        )
-        # In short sleeps, since another may become idle or end meanwhile.
-        if (left := first.awake_since + self._min_awake - now) > 0:
-            await asyncio.sleep(min(left, _PAUSE))
-            return
-        busy = f" and {first.in_progress} requests in progress" if first.in_progress else ""
-        reason = f"'{model.name}' was asked for; '{first.name}' was used {now - first.last_used:.1f} s before{busy}"
-        await first.make_way(reason)
-        self.decisions.append(Decision(time.time(), first.name, model.name, reason))
+    async def _make_room(self, model: ServedModel) -> bool:
+        """Put others to sleep until there is room for a model; returns False where none may be now, or another one asked before."""
+        # What a model takes is known once it was loaded; until then it may take all.
+        need = (model.need or self.limit) - model.device_bytes
+        while sum(one.device_bytes for one in self._models) + need > self.limit:
+            now = time.monotonic()
+            awake = [one for one in self._models if one is not model and one.device_bytes]
+            if not awake:
+                raise _too_large(model.name, need, self.limit)
+            first = min(
+                (one for one in awake if one.can_make_way),
+                key=lambda one: (max(one.awake_since + self._min_awake, now), one.in_progress > 0, one.last_used),
+                default=None,
+            )
+            if first is None or first.awake_since + self._min_awake > now or self._asking[0] is not model:
+                return False
+            busy = f" and {first.in_progress} requests in progress" if first.in_progress else ""
+            reason = f"'{model.name}' was asked for; '{first.name}' was used {now - first.last_used:.1f} s before{busy}"
+            await first.make_way(reason)
+            self.decisions.append(Decision(time.time(), first.name, model.name, reason))
+        return True
 
 
 def too_small(error: KVCacheTooSmall, limit: int, share: float) -> KVCacheTooSmall:

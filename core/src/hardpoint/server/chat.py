@@ -42,7 +42,7 @@ from hardpoint.server.protocol import (
     new_id,
     now,
 )
-from hardpoint.server.reasoning import CLOSE, ReasoningParser, begins_reasoning, is_closed, parser_of
+from hardpoint.server.reasoning import CLOSE, OPEN, ReasoningParser, begins_reasoning, is_closed, parser_of
 from hardpoint.server.served_model import ServedModel
 from hardpoint.server.tools import CallPart, ToolChoice, ToolParser, in_template
 
@@ -88,6 +88,10 @@ class _Answer:
             self._params = self._params.clone(structured_outputs=self._tools.grammar)
         elif self._tools.parser is not None and self._params.structured_outputs is not None:
             raise ApiError(400, _BESIDE, "invalid_value", param="tool_choice")
+        marks: tuple[str, ...] = () if self._reasoning is None else (OPEN, CLOSE)
+        marks += () if self._tools.parser is None else self._tools.parser.marks
+        if body.skip_special_tokens is None and any(map(model.leaves_out, marks)):
+            self._params = self._params.clone(skip_special_tokens=False)
         self._reasons = False
         self._readers: dict[int, _Reader] = {}
         self._id, self._created, self._counted = new_id("chatcmpl"), now(), Counted()

@@ -112,7 +112,7 @@ class _Answer:
         if self._is_text_alone and number in self._shown and not completion.finished():
             return self._texts.written(number, completion.text)
         choice = self._choice(number, completion, output)
-        return written(self._completion([choice], with_usage=self._options.continuous_usage_stats))
+        return written(self._completion([choice], with_usage=bool(self._options.continuous_usage_stats)))
 
     @asynccontextmanager
     async def _outputs(self) -> AsyncIterator[AsyncIterator[tuple[int, RequestOutput]]]:

@@ -54,7 +54,7 @@ class SleepBody(_Body):
 
     level: Literal[0, 1, 2] = 1
     mode: Literal["abort", "wait", "keep"] = "abort"
-    tags: list[str] | None = None
+    tags: list[Unicode] | None = None
     tier: Literal["host", "disk", "source"] | None = None
     kv: Literal["discard", "preserve"] | None = None
     verify: bool = False
@@ -64,7 +64,7 @@ class SleepBody(_Body):
 class WakeBody(_Body):
     """What to wake: these tags, or all."""
 
-    tags: list[str] | None = None
+    tags: list[Unicode] | None = None
 
 
 class PauseBody(_Body):
@@ -77,7 +77,7 @@ class PauseBody(_Body):
 class ReloadBody(_Body):
     """A folder or file on the server with weights of the same shapes; None for the model's own."""
 
-    model: str | None = None
+    model: Unicode | None = None
 
 
 class WeightsBody(_Body):
@@ -111,7 +111,7 @@ class AdapterBody(_Body):
     """vLLM's `/v1/load_lora_adapter`: a folder on the server, and the name by which requests ask for it."""
 
     lora_name: Unicode
-    lora_path: str
+    lora_path: Unicode
 
 
 class UnloadedAdapterBody(_Body):

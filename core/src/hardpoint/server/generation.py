@@ -137,7 +137,7 @@ def structured_outputs(request: Sampling) -> StructuredOutputsParams | None:
     elif shape is not None and shape.type == "json_schema":
         if shape.json_schema is None:
             raise ApiError(400, "response_format.json_schema: it is missing", "invalid_value", param="response_format")
-        given["response_format"] = {"json": shape.json_schema.json_schema}
+        given["response_format"] = {"json": shape.json_schema.json_schema or {}}
     if len(given) > 1:
         names = " and ".join(sorted(given))
         raise ApiError(400, f"{names}: at most one of them", "invalid_value", param=max(given))

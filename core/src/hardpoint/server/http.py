@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -89,7 +90,8 @@ class Gate:
             await error.response()(scope, receive, answer)
         finally:
             seconds = time.perf_counter() - start
-            _log.info("%s %s %d %.3fs %s", scope["method"], scope["path"], status, seconds, request_id)
+            # Quoted again: a line's end in it would write a line of its own.
+            _log.info("%s %s %d %.3fs %s", scope["method"], quote(scope["path"]), status, seconds, request_id)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._keys or path in self._open_paths:

@@ -21,7 +21,7 @@ def _encodable(text: str) -> str:
 
 
 Unicode: TypeAlias = Annotated[str, AfterValidator(_encodable)]
-"""A text that answers repeat: without lone surrogates, which JSON can spell and UTF-8 does not have."""
+"""A text that answers repeat, or that an engine is sent: without lone surrogates, which JSON can spell and UTF-8 does not have."""
 
 
 class _Request(BaseModel):
@@ -39,8 +39,8 @@ class _Answer(BaseModel):
 class StreamOptions(_Request):
     """What a stream carries beside its text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: Inert = None
 
 
@@ -49,7 +49,7 @@ class JsonSchema(_Request):
 
     name: str | None = None
     description: Inert = None
-    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -64,7 +64,7 @@ class StructuredOutputs(_Request):
     """What the text must match; see `hardpoint.sampling.StructuredOutputsParams`."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
-    json_object: bool = False
+    json_object: bool | None = False
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None

@@ -236,6 +236,12 @@ class ServedModel:
         return self._waiting
 
     @property
+    def can_make_way(self) -> bool:
+        """Whether it may be put to sleep: nothing changes it now, it has served what it was woken for, and is not paused amid requests."""
+        is_paused = bool(self._in_progress) and not self._awake.is_set()
+        return not (self._waiting or self._changing.locked() or is_paused)
+
+    @property
     def is_open(self) -> bool:
         """Whether there is an engine, awake or asleep."""
         return self._llm is not None and self._state is None
@@ -253,6 +259,11 @@ class ServedModel:
         """The model's own, as text; None where it has none. Raises ApiError while there is no engine."""
         template = getattr(self.llm.get_tokenizer(), "chat_template", None)
         return template.get("default") if isinstance(template, Mapping) else template
+
+    def leaves_out(self, mark: str) -> bool:
+        """Whether a text without special tokens is without this mark of the model's: with some models it is one. Raises as `tokenize`."""
+        tokens = self.llm.process_text(mark, add_special_tokens=False).token_ids
+        return mark not in self.llm.decode(tokens, skip_special_tokens=True)
 
     async def state(self) -> str:
         """Return where it stands: a `ModelState`, or else an `EngineState`."""

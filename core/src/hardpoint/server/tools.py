@@ -37,9 +37,14 @@ class CallPart:
 
 
 class ToolParser(ABC):
-    """Finds calls in the text of one message, which it is given piece by piece."""
+    """Finds calls in the text of one message, which it is given piece by piece.
+
+    Attributes:
+        marks: without which a text has no calls.
+    """
 
     name: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -216,9 +221,10 @@ class _Call:
 
 
 def _loaded(text: str) -> object:
+    """Return what a JSON text says; None for one that is none, or is nested too deeply."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -226,7 +232,7 @@ class Hermes(ToolParser):
     """Content, and calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes 2, Qwen 2.5 and 3."""
 
     name = "hermes"
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    _OPEN, _CLOSE = marks = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,12 +358,15 @@ def _calls_grammar(
     between: str,
     parallel: bool,
 ) -> StructuredOutputsParams:
-    """Return the grammar of calls between marks; each schema is a document of its own, so that its references hold."""
+    """Return the grammar of calls between marks; each schema is a document of its own, so that its references hold.
+
+    Arguments are an object, also where a schema allows more than that.
+    """
     lines = [f"start: call ({between} call)*" if parallel else "start: call"]
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, (name, schema) in enumerate(functions.items()):
         head = _quoted(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
-        body = json.dumps(json_schema({"type": "object"} if schema is None else schema))
+        body = json.dumps(json_schema({**(schema or {}), "type": "object"}))
         lines.append(f'call_{number}: {begin} {head} %json {body} "}}" {end}')
     return StructuredOutputsParams(grammar="\n".join(lines))
 
@@ -423,12 +432,8 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     found["content"] = found.get("content") or ""
     for call in found["tool_calls"]:
         arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments)
-            except ValueError:
-                continue
-            call["function"]["arguments"] = parsed if isinstance(parsed, dict) else arguments
+        if isinstance(arguments, str) and isinstance(parsed := _loaded(arguments), dict):
+            call["function"]["arguments"] = parsed
     return found
 
 
