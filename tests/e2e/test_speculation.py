@@ -131,7 +131,10 @@ def test_a_step_may_sample_more_rows_than_it_computes_tokens(make_shallow: Make)
     found = []
     for speculation in (None, {"method": "ngram", "num_speculative_tokens": 5}):
         with make_shallow(max_num_batched_tokens=8, max_num_seqs=8, speculative_config=speculation) as llm:
-            requests = [("long", repeating, asked[0]), *((str(i), {"prompt_token_ids": [5 + i]}, asked[1]) for i in range(4))]
+            requests = [
+                ("long", repeating, asked[0]),
+                *((str(i), {"prompt_token_ids": [5 + i]}, asked[1]) for i in range(4)),
+            ]
             outputs: dict[str, Any] = {}
             for name, prompt, given in requests:
                 llm.engine.add_request(name, prompt, given)
