@@ -173,6 +173,10 @@ def test_a_configuration_without_such_matrices_is_corrupt(tmp_path: Path, start:
         (compressed("group"), "strategy 'group'"),
         (compressed("channel", bits=4), "4 bits"),
         (compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        (
+            compressed("channel") | {"transform_config": {"config_groups": {"u": {"apply": [{"location": "output"}]}}}},
+            "transform_config",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_with_what_was_found(config: dict[str, Any], match: str, tmp_path: Path) -> None:

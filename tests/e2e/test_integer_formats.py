@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.interfaces.errors import CapabilityRefused, CorruptWeights, UnsupportedArchitecture
+from hardpoint.interfaces.errors import CapabilityRefused, CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.models import open_model
 from tests.quantised_checkpoints import LAYERS, dense_weights, write_folder
 
@@ -119,6 +119,9 @@ KINDS = {
     "packed-8-rows": Kind("pack-quantized", 8, None, compressed("pack-quantized", 8, None, True), zeros=False),
     "w8a8": Kind(
         "int-quantized", 8, None, compressed("int-quantized", 8, None, True, input_activations=DYNAMIC), zeros=False
+    ),
+    "w4a8": Kind(
+        "int-quantized", 4, 32, compressed("int-quantized", 4, 32, True, input_activations=DYNAMIC), zeros=False
     ),
 }
 
@@ -268,8 +271,11 @@ NAN = torch.full((2, 128), float("nan"), dtype=torch.float16)
         (AWQ, {f"{DOWN}.qzeros": torch.zeros(3, 16).int()}, r"\[3, 16\], not \[4, 16\]"),
         (KINDS["packed-4-128"], {f"{DOWN}.weight_shape": torch.tensor([128, 512])}, r"\[128, 32\], not \[128, 64\]"),
         (KINDS["w8a8"], {f"{DOWN}.weight_scale": None}, "weight_scale"),
+        (GPTQ, {f"{DOWN}.qweight": torch.zeros(32, 128, dtype=torch.int8)}, "elements of I8, not I32"),
+        (AWQ, {f"{DOWN}.qzeros": torch.zeros(4, 16)}, "elements of F32, not I32"),
+        (GPTQ, {f"{DOWN}.scales": torch.full((2, 128), torch.nan).to(torch.float8_e4m3fn)}, "not finite"),
     ],
-    ids=["scales", "zeros", "nan", "integers", "group", "awq-zeros", "shape", "w8a8-scales"],
+    ids=["scales", "zeros", "nan", "integers", "group", "awq-zeros", "shape", "w8a8-scales", "bytes", "floats", "fp8"],
 )
 def test_damaged_matrices_are_corrupt(
     kind: Kind, changes: dict[str, Tensor | None], match: str, tmp_path: Path, start: Callable[..., LLM]
@@ -283,12 +289,48 @@ def test_columns_in_the_order_of_activations_are_refused_also_where_the_configur
 ) -> None:
     order = torch.arange(256).flip(0).int() // 128
     with pytest.raises(UnsupportedArchitecture, match="g_idx"):
-        start(write(tmp_path, GPTQ, {f"{DOWN}.g_idx": order}))
+        start(write(tmp_path / "gptq", GPTQ, {f"{DOWN}.g_idx": order}))
+    with pytest.raises(UnsupportedArchitecture, match="weight_g_idx"):
+        start(write(tmp_path / "packed", KINDS["packed-4-128"], {f"{DOWN}.weight_g_idx": order}))
+
+
+def with_order(order: object) -> dict[str, Any]:
+    """Return a `quantization_config` with an `actorder`."""
+    config = compressed("pack-quantized", 4, 128, True)
+    config["config_groups"]["group_0"]["weights"]["actorder"] = order
+    return config
+
+
+def with_transform(location: str) -> dict[str, Any]:
+    """Return a `quantization_config` with a transform."""
+    apply = [{"targets": ["Linear"], "location": location}]
+    transforms = {"config_groups": {"u": {"type": "hadamard", "apply": apply}}}
+    return compressed("pack-quantized", 4, 128, True) | {"transform_config": transforms}
+
+
+@pytest.mark.parametrize("config", [with_order("static"), with_order("weight"), with_transform("weight_input")])
+def test_what_was_done_to_weights_alone_is_in_them(config: dict[str, Any], tmp_path: Path) -> None:
+    kind = KINDS["packed-4-128"]
+    stored, meant = quantised(kind)
+    checkpoint = open_model(str(write_folder(tmp_path, stored, quantization_config=config))).checkpoint
+    assert torch.equal(checkpoint.read(f"{DOWN}.weight"), meant[f"{DOWN}.weight"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"config_groups": [1]}, {"sparsity_config": "dense"}, {"transform_config": {"config_groups": {"u": 7}}}]
+)
+def test_values_of_another_type_are_a_model_error(change: dict[str, Any], tmp_path: Path) -> None:
+    config = compressed("pack-quantized", 4, 128, True) | change
+    with pytest.raises(ModelError, match="no usable quantization_config"):
+        open_model(str(write_folder(tmp_path, dense_weights(), quantization_config=config)))
 
 
 @pytest.mark.parametrize(
     ("config", "match"),
     [
+        (with_order("dynamic"), "actorder 'dynamic'"),
+        (with_order("GROUP"), "actorder 'GROUP'"),
+        (with_transform("input"), "transform_config"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "groups of 16"),

@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest, UnsupportedArchitecture
+from hardpoint.models import open_model
 from tests.picture_models import picture, save_picture_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -334,6 +335,32 @@ def test_a_chat_template_beside_the_processor_is_found(make_engine: Make, tmp_pa
         assert llm.chat(said(part), GREEDY, use_tqdm=False)[0].prompt.startswith(
             "<|im_start|>User:What is this? <image>"
         )
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
+def test_a_language_models_values_that_are_left_out_are_llamas(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    save_picture_model(tmp_path, kind)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["text_config"]["rms_norm_eps"]
+    file.write_text(json.dumps(config))
+    expected = AutoConfig.from_pretrained(tmp_path).text_config.rms_norm_eps
+    assert open_model(str(tmp_path)).model_config.norm_eps == expected
+
+
+def test_windows_of_no_patches_are_refused(make_engine: Make, tmp_path: Path) -> None:
+    save_picture_model(tmp_path, "qwen2_5_vl")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"]["window_size"] = 4
+    file.write_text(json.dumps(config))
+    with (
+        pytest.raises(UnsupportedArchitecture, match="windows of its vision transformer"),
+        make_engine(str(tmp_path), max_model_len=256),
+    ):
+        pass
 
 
 def test_without_pillow_the_extra_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

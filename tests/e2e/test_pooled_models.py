@@ -233,6 +233,48 @@ def test_files_of_sentence_transformers_say_how_embeddings_are_made(
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
 
 
+def test_a_model_without_a_head_that_runs_by_transformers_code_embeds(tmp_path: Path, make_engine: MakeEngine) -> None:
+    model, texts = save(tmp_path, "GPT2Model", "gpt2", {"n_positions": 98}), prompts([7, 13])
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
+        assert llm.info.path == "transformers"
+        for found, tokens in zip(pooled(llm, texts, use_activation=False, pooling="mean"), texts, strict=True):
+            expected = whole(model, tokens).last_hidden_state[0].mean(0)
+            np.testing.assert_allclose(found, expected.numpy(), atol=2e-4, rtol=1e-3)
+
+
+def test_a_window_of_one_side_is_modernberts_too(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """transformers takes `sliding_window` for the half of `local_attention`."""
+    from transformers import AutoModel
+
+    save(tmp_path, *ENCODERS["modernbert"])
+    config = tmp_path / "config.json"
+    write(config, json.loads(config.read_text()) | {"sliding_window": 4})
+    model, (tokens,) = AutoModel.from_pretrained(tmp_path).eval(), prompts([40])
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
+        (found,) = pooled(llm, [tokens], use_activation=False, pooling="mean")
+    expected = whole(model, tokens).last_hidden_state[0].mean(0)
+    np.testing.assert_allclose(found, expected.numpy(), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
+def test_texts_are_read_as_the_transformers_own_file_says(tmp_path: Path, make_engine: MakeEngine, name: str) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save(tmp_path, *ENCODERS["bert"])
+    sentence_transformers(tmp_path)
+    (tmp_path / "sentence_bert_config.json").unlink()
+    write(tmp_path / f"sentence_{name}_config.json", {"max_seq_length": 5, "do_lower_case": True})
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "the": 3, "moon": 4, "Moon": 5}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    with make_engine(str(tmp_path), max_model_len=None) as llm:
+        (made,) = llm.embed("THE Moon")
+        assert made.prompt_token_ids == [3, 4]
+        with pytest.raises(PromptTooLong, match="6 tokens"):
+            llm.embed("the moon " * 3)
+
+
 UNUSABLE: dict[str, tuple[str, Any, type[Exception], str]] = {
     "unknown-module": ("modules.json", [{"path": "", "type": "my.Router"}], UnsupportedArchitecture, "my.Router"),
     "module-of-no-type": ("modules.json", [{"path": ""}], ModelError, "module"),
@@ -254,6 +296,7 @@ UNUSABLE: dict[str, tuple[str, Any, type[Exception], str]] = {
         "CELU",
     ),
     "length": ("sentence_bert_config.json", {"max_seq_length": -3}, ModelError, "-3"),
+    "case": ("sentence_bert_config.json", {"do_lower_case": "yes"}, ModelError, "do_lower_case is 'yes'"),
     "labels": ("config.json", {"num_labels": 2}, ModelError, "names in id2label, 3"),
     "labels-of-the-weights": ("config.json", {"id2label": {"0": "a", "1": "b"}}, CorruptWeights, "classifier.weight"),
     "positions": ("config.json", {"position_embedding_type": "relative_key"}, UnsupportedArchitecture, "relative_key"),

@@ -183,6 +183,7 @@ def test_labels_of_texts_and_their_tokens(tmp_path: Path, make_engine: MakeEngin
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda x: x),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, np.tanh),
         ({"problem_type": "multi_label_classification"}, sigmoid),
+        ({"problem_type": ["regression"]}, lambda x: np.exp(x) / np.exp(x).sum()),
     ],
 )
 def test_the_model_s_files_say_what_is_returned_of_labels(values: dict[str, Any], activation: Any) -> None:

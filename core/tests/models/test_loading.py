@@ -133,6 +133,30 @@ def test_generation_config_may_be_left_out_or_come_from_elsewhere(llama: Path, t
         opened("nowhere")
 
 
+@pytest.mark.parametrize(
+    ("settings", "beside", "expected"),
+    [
+        ({"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}, {}, (2, 9)),
+        (
+            {"eos_token": {"content": "<end>"}},
+            {"tokenizer.json": {"added_tokens": [{"id": 9, "content": "<end>"}]}},
+            (2, 9),
+        ),
+        ({}, {"special_tokens_map.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": []}}, (2,)),
+        ({"eos_token": "<end>", "added_tokens_decoder": {"999": {"content": "<end>"}}}, {}, (2,)),
+        ({"eos_token": None}, {}, (2,)),
+        ({"eos_token": ["<end>"], "added_tokens_decoder": [7]}, {}, (2,)),
+    ],
+)
+def test_texts_end_with_the_tokenizers_own_token_too(
+    llama: Path, settings: dict[str, Any], beside: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """Chat models are often published with the base model's token in their configuration; vLLM ends with the tokenizer's."""
+    for name, content in {"tokenizer_config.json": settings, **beside}.items():
+        (llama / name).write_text(json.dumps(content))
+    assert open_model(str(llama)).eos_token_ids == expected
+
+
 @pytest.mark.parametrize("eos", [2**31, -1, "2", [2, None], [[2]], True, 2.5, {"id": 2}])
 def test_end_of_text_tokens_that_cannot_be_are_a_model_error(llama: Path, eos: Any) -> None:
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))

@@ -294,6 +294,20 @@ def test_a_message_is_continued_where_its_template_ends_it(template: str, conten
         assert found == tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
 
 
+@pytest.mark.parametrize("template", [None, "default", "tool_use"])
+def test_a_template_for_tools_is_used_where_there_are_tools(template: str | None) -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    templates = {"default": PLAIN_TEMPLATE, "tool_use": "{% if tools %}With tools.{% endif %}" + PLAIN_TEMPLATE}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=templates)
+    messages = [{"role": "user", "content": "Is it?"}]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    for tools in (None, [tool]):
+        found = write_chat(tokenizer, messages, template, False, tools=tools)
+        assert found == tokenizer.apply_chat_template(
+            messages, tokenize=False, tools=tools, chat_template=template and templates[template]
+        )
+
+
 def test_the_last_text_of_a_message_in_parts_is_continued() -> None:
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=OF_PARTS)

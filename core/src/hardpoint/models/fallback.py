@@ -375,7 +375,12 @@ class TransformersDecoder(RunnableModel):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states: the model's own code, which may scale or cap them, with the decoder's answer given."""
+        """Return the logits of hidden states: the model's own code, which may scale or cap them, with the decoder's answer given.
+
+        Where there is no head, they are the hidden states.
+        """
+        if self._model is self._base:
+            return hidden
         answer = self._output(last_hidden_state=hidden[None])
         ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
         for decoder in self._decoders:
@@ -387,7 +392,7 @@ class TransformersDecoder(RunnableModel):
                 del decoder.forward
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return self.logits(hidden).argmax(dim=-1)
+        return hidden if self._model is self._base else self.logits(hidden).argmax(dim=-1)
 
     def weight_names(self) -> frozenset[str]:
         """Return the names of parameters and persistent buffers, the tied ones left out."""

@@ -201,7 +201,7 @@ class Idefics3(Llama):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"rms_norm_eps": 1e-5, "scale_factor": 2, "image_token_id": 128257, **values}
+        return {"scale_factor": 2, "image_token_id": 128257, **values}
 
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:

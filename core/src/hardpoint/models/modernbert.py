@@ -143,10 +143,12 @@ class ModernBert(Encoder):
         count, every = completed.get("num_hidden_layers"), completed.get("global_attn_every_n_layers") or 3
         if completed.get("layer_types") is None and isinstance(count, int) and isinstance(every, int):
             completed["layer_types"] = [SLIDING if index % every else FULL for index in range(count)]
-        local = completed["local_attention"]
-        if isinstance(local, int):
-            # A token sees half of these on each side, and itself.
-            completed["sliding_window"] = local // 2 + 1
+        local, side = completed["local_attention"], completed.get("sliding_window")
+        if side is None and isinstance(local, int):
+            side = local // 2
+        if isinstance(side, int):
+            # What a token sees on each side; windows here have the token itself too.
+            completed["sliding_window"] = side + 1
         given = completed.get("rope_parameters") or {}
         completed["rope_parameters"] = {
             kind: {"rope_theta": values.get(name) or default, **(given.get(kind) or {})}

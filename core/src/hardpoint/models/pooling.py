@@ -25,6 +25,8 @@ _MODES = {
     "mean_tokens": Pooling.MEAN,
 }
 """By the names of `pooling_mode`, and the middles of `pooling_mode_..._tokens`."""
+_OF_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""What a Transformer's own file was named after; all of them are read, as sentence-transformers and vLLM do."""
 _DENSE_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 
 
@@ -51,12 +53,14 @@ class PoolingFiles:
         pooling: of the hidden states; None where they do not say it.
         normalize: embeddings have the length 1.
         max_length: most tokens of a text; None for as many as the model takes.
+        lowers: texts are read in lower case.
         dense: layers between pooling and normalisation.
     """
 
     pooling: Pooling | None = None
     normalize: bool = True
     max_length: int | None = None
+    lowers: bool = False
     dense: tuple[DenseModule, ...] = ()
 
 
@@ -119,7 +123,7 @@ def pooling_defaults(config: ModelConfig, files: PoolingFiles) -> PoolingDefault
 
 def _label_activation(config: ModelConfig) -> LabelActivation:
     problem = config.values.get("problem_type")
-    if problem in _PROBLEMS:
+    if isinstance(problem, str) and problem in _PROBLEMS:
         return _PROBLEMS[problem]
     named = config.mapping("sentence_transformers").get("activation_fn")
     named = named or config.values.get("sbert_ce_default_activation_function")
@@ -158,13 +162,13 @@ def read_pooling(folder: Path) -> PoolingFiles:
     modules = folder / _MODULES
     if not modules.is_file():
         return PoolingFiles()
-    pooling, normalize, max_length, dense = None, False, None, []
+    pooling, normalize, max_length, lowers, dense = None, False, None, False, []
     for module in _read(modules, list):
         if not isinstance(module, Mapping) or not isinstance(module.get("type"), str):
             raise ModelError(f"{modules} cannot be used", found=f"the module {shown(module)}")
         kind, path = module["type"].rpartition(".")[2], str(module.get("path", ""))
         if kind == "Transformer":
-            max_length = _max_length(folder / path)
+            max_length, lowers = _texts(folder / path)
         elif kind == "Pooling":
             pooling = _pooling(folder / path / "config.json")
         elif kind == "Dense" and pooling is not None and not normalize:
@@ -177,7 +181,7 @@ def read_pooling(folder: Path) -> PoolingFiles:
                 found=module["type"],
                 hint="Modules are Transformer, Pooling, Dense and Normalize, in this order",
             )
-    return PoolingFiles(pooling, normalize, max_length, tuple(dense))
+    return PoolingFiles(pooling, normalize, max_length, lowers, tuple(dense))
 
 
 def _pooling(file: Path) -> Pooling:
@@ -224,12 +228,20 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value < 1 << 24
 
 
-def _max_length(folder: Path) -> int | None:
-    file = folder / "sentence_bert_config.json"
-    value = _read(file, dict).get("max_seq_length") if file.is_file() else None
-    if value is not None and (type(value) is not int or value < 1):
-        raise ModelError(f"{file} cannot be used", found=f"max_seq_length is {shown(value)}")
-    return value
+def _texts(folder: Path) -> tuple[int | None, bool]:
+    """Return the most tokens of a text, and whether it is read in lower case."""
+    file = next(
+        (found for name in _OF_TRANSFORMERS if (found := folder / f"sentence_{name}_config.json").is_file()), None
+    )
+    if file is None:
+        return None, False
+    values: dict[str, Any] = _read(file, dict)
+    length, lowers = values.get("max_seq_length"), values.get("do_lower_case", False)
+    if length is not None and (type(length) is not int or length < 1):
+        raise ModelError(f"{file} cannot be used", found=f"max_seq_length is {shown(length)}")
+    if not isinstance(lowers, bool):
+        raise ModelError(f"{file} cannot be used", found=f"do_lower_case is {shown(lowers)}")
+    return length, lowers
 
 
 def _read(file: Path, kind: type) -> Any:

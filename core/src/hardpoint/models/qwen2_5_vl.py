@@ -141,7 +141,7 @@ class VisionTransformer(nn.Module):
     def __init__(self, vision: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self.merge_size = vision.integer("spatial_merge_size")
-        self.window = vision.integer("window_size") // self.merge_size // vision.integer("patch_size")
+        self.window = _window(vision)
         self.head_dim = vision.hidden_size // vision.integer("num_heads")
         self.whole_blocks = vision.integers("fullatt_block_indexes")
         self.patch_embed = nn.ModuleDict({"proj": PatchProjection(vision, context)})
@@ -224,6 +224,8 @@ class Qwen2_5_VL(Qwen2):  # noqa: N801
             reasons.append("its vision transformer makes embeddings of another width than the language model's")
         if vision.values["hidden_act"] != "silu":
             reasons.append(f"the activation of its vision transformer is {vision.values['hidden_act']}")
+        if not _window(vision):
+            reasons.append("the windows of its vision transformer are smaller than what becomes one embedding")
         if sum(_sections(config)) != config.head_dim // 2 or len(_sections(config)) != 3:
             reasons.append(f"mrope_section {_sections(config)} does not divide half a head into three")
         return reasons
@@ -251,6 +253,11 @@ class Qwen2_5_VL(Qwen2):  # noqa: N801
             "pixel_values": torch.zeros(_LARGEST_SIDE**2, width),
             "image_grid_thw": torch.tensor([1, _LARGEST_SIDE, _LARGEST_SIDE]),
         }
+
+
+def _window(vision: ModelConfig) -> int:
+    """Return the side of a window, in squares of patches that are merged."""
+    return vision.integer("window_size") // vision.integer("spatial_merge_size") // vision.integer("patch_size")
 
 
 def _sections(config: ModelConfig) -> tuple[int, ...]:

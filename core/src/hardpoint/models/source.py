@@ -258,10 +258,15 @@ class ModelSource:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of the generation configuration and of the model's own."""
+        """Tokens that end a text: those of the generation configuration, of the model's own, and of the tokenizer's."""
         named = [self.values.get("eos_token_id")]
         if self.gguf is not None:
             named.append(self.gguf.metadata.get("tokenizer.ggml.eot_token_id"))
+        else:
+            from hardpoint.models.tokenizer import end_of_text
+
+            own = end_of_text(self.path)
+            named.append(own if own is not None and own < self.vocab_size else None)
         return EndOfText.token_ids_of(self._generation_config.get("eos_token_id"), *named)
 
     @cached_property
@@ -756,8 +761,15 @@ def _quantisation(
             f"{folder / 'config.json'} is not a usable configuration", found=f"quantization_config {given!r}"
         )
     format: IntegerFormat | Float8Format | None = None
-    if given and quantises_weights(given):
-        format = Float8Format.of(given, str(folder)) or IntegerFormat.of(given, str(folder))
+    try:
+        if given and quantises_weights(given):
+            format = Float8Format.of(given, str(folder)) or IntegerFormat.of(given, str(folder))
+    except (TypeError, ValueError, AttributeError) as error:  # of a value that is of another type than it must be
+        raise ModelError(
+            f"{folder} has no usable quantization_config",
+            found=str(error),
+            hint="Download its config.json again",
+        ) from error
     return dict(given), format
 
 

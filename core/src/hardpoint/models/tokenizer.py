@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from hardpoint.interfaces.errors import CorruptWeights, ModelError
 from hardpoint.models.source import ModelSource, open_model
@@ -156,7 +156,8 @@ def write_chat(
     """
     own = tokenizer.chat_template
     if isinstance(own, Mapping):
-        template = own.get("default" if template is None else template, template)
+        usual = "tool_use" if tools and "tool_use" in own else "default"
+        template = own.get(usual if template is None else template, template)
     text = own if template is None else template
     if not isinstance(text, str):
         raise TypeError(f"{shown(text)} is no chat template")
@@ -230,11 +231,37 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
             found=f"none of {', '.join(_VOCABULARY_FILES)}",
             hint="Put the model's tokenizer files beside its config.json",
         )
-    light = _light_from_folder(source.path)
+    lowers = source.pooling_files.lowers
+    light = None if lowers else _light_from_folder(source.path)
     tokenizer = _from_folder(source.path, trust_remote_code) if light is None else light
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _template_of_processor(source.path)
+    if lowers:
+        backend = tokenizer.backend_tokenizer
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
     return tokenizer
+
+
+def end_of_text(folder: Path) -> int | None:
+    """Return the token that ends texts by a folder's tokenizer, None where its files do not say; without loading it.
+
+    What is wrong with the files is said where it is loaded.
+    """
+    try:
+        settings = _read_beside(folder / "special_tokens_map.json") | _read_beside(folder / "tokenizer_config.json")
+        named = settings.get("eos_token")
+        text = named["content"] if isinstance(named, dict) else named
+        if text is None:
+            return None
+        ids = {token["content"]: int(index) for index, token in (settings.get("added_tokens_decoder") or {}).items()}
+        if text not in ids:
+            vocabulary = _read_beside(folder / "tokenizer.json")
+            ids = {token["content"]: token["id"] for token in vocabulary.get("added_tokens") or ()}
+        found = ids.get(text)
+    except (ValueError, OSError, RecursionError, TypeError, LookupError, AttributeError):
+        return None
+    return found if type(found) is int and found >= 0 else None
 
 
 def _template_of_processor(folder: Path) -> str | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.interfaces.blocks import BlockFormat
 from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
 from hardpoint.weights.checkpoint import SAFETENSORS_DTYPES, Checkpoint, SafetensorsCheckpoint, StoredTensor
+from hardpoint.weights.integer_formats import rotates_activations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,8 @@ class Float8Format:
             raise _refused(where, f"compressed-tensors: strategy {strategy!r}")
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise _refused(where, "sparse weights")
+        if rotates_activations(config):
+            raise _refused(where, "transform_config with transforms of activations")
         return cls(_block(one.get("block_structure") or [128, 128], where) if strategy == "block" else None)
 
     def open(self, inner: SafetensorsCheckpoint) -> Checkpoint:

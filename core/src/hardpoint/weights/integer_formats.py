@@ -9,7 +9,8 @@ where the numbers stand (the formats' own sources: AutoGPTQ's and GPTQModel's `q
 - AWQ: `qweight` int32[columns, rows / 8] and `qzeros` int32[groups, rows / 8], words of 8 rows in the order 0 2 4 6 1 3 5 7; `scales`.
 - pack-quantized: `weight_packed` int32[rows, columns / n] with half of the numbers' range added, `weight_scale` [rows, groups],
   `weight_zero_point` int32[rows / n, groups], `weight_shape`.
-- int-quantized: `weight` int8[rows, columns], `weight_scale` [rows, 1], and activations that are rounded to 8 bits as they come.
+- int-quantized: `weight` int8[rows, columns], also of 4 bits, `weight_scale` [rows, groups], and activations that are rounded to 8 bits as
+  they come.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _compressed(config: Mapping[str, Any]) -> Read:
     strategy, size = weights.get("strategy"), _size(weights.get("group_size"))
     if strategy not in ("group", "channel", "tensor") or (strategy == "group") != (size is not None):
         return f"strategy {strategy!r} with group_size={weights.get('group_size')!r}", None
-    if weights.get("actorder") in ("group", True):
+    if str(weights.get("actorder") or "weight").lower() not in ("weight", "static"):
         return f"actorder {weights.get('actorder')!r}, columns in the order of their activations", None
     inputs, sparsity = group.get("input_activations"), config.get("sparsity_config") or {}
     if inputs and not (inputs.get("dynamic") and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)):
@@ -167,8 +168,17 @@ def _compressed(config: Mapping[str, Any]) -> Read:
         return f"activations in {kind} (8-bit integers, dynamic, are read)", None
     if group.get("output_activations") or sparsity.get("format", "dense") != "dense":
         return "quantised outputs or sparse weights", None
+    if rotates_activations(config):
+        return "transform_config with transforms of activations", None
     zeros = weights.get("symmetric") is False
     return "", IntegerFormat(Packing(packing), _bits(weights.get("num_bits")), size, zeros)
+
+
+def rotates_activations(config: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors' `transform_config` changes what layers are given or give; what it did to weights is in them already."""
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    places = [place for group in groups.values() for place in group.get("apply") or ()]
+    return any(place.get("location") not in ("weight_input", "weight_output") for place in places)
 
 
 @dataclass(frozen=True)
@@ -192,7 +202,7 @@ class IntegerCheckpoint(Checkpoint):
         self._matrices: dict[str, _Matrix] = {}
         for name in inner.shapes():
             stem, _, leaf = name.rpartition(".")
-            if leaf == parts[0] and inner.kind(name) in ("I32", "I8"):
+            if leaf == parts[0] and (leaf != "weight" or inner.kind(name) == self._kind):
                 self._matrices[f"{stem}.weight"] = self._matrix(stem)
         if not self._matrices:
             raise CorruptWeights(
@@ -252,6 +262,11 @@ class IntegerCheckpoint(Checkpoint):
     def stored(self, name: str) -> StoredTensor | None:
         return None if name in self._matrices else self._inner.stored(name)
 
+    @property
+    def _kind(self) -> str:
+        """The type of the tensors that have numbers and zero points."""
+        return "I8" if self._format.packing is Packing.INT_QUANTIZED else "I32"
+
     def _group_size(self, matrix: _Matrix) -> int:
         return matrix.columns // matrix.groups
 
@@ -259,7 +274,7 @@ class IntegerCheckpoint(Checkpoint):
         """Return a matrix whose tensors are all there, in the shapes that the format says."""
         format, per_word = self._format, 32 // self._format.bits
         numbers, scales, zeros = _PARTS[format.packing][:3]
-        shape = self._shape(stem, numbers, 2)
+        shape = self._numbers_shape(stem, numbers)
         if format.packing is Packing.GPTQ:
             columns, rows = shape[0] * per_word, shape[1]
         elif format.packing is Packing.AWQ:
@@ -276,16 +291,22 @@ class IntegerCheckpoint(Checkpoint):
         found = self._shape(stem, scales, None)
         if format.packing in (Packing.GPTQ, Packing.AWQ):
             self._expect(stem, scales, found, (groups, rows))
-            self._expect(stem, zeros, self._shape(stem, zeros, 2), (groups, -(-rows // per_word)))
+            self._expect(stem, zeros, self._numbers_shape(stem, zeros), (groups, -(-rows // per_word)))
         else:
             if found not in ((1,), (rows,)) or groups != 1:
                 self._expect(stem, scales, found, (rows, groups))
             if format.has_zeros:
                 packed = format.packing is Packing.PACK_QUANTIZED
-                self._expect(
-                    stem, zeros, self._shape(stem, zeros, 2), (-(-rows // per_word) if packed else rows, groups)
-                )
+                wanted = (-(-rows // per_word) if packed else rows, groups)
+                self._expect(stem, zeros, self._numbers_shape(stem, zeros), wanted)
         return _Matrix(stem, rows, columns, groups)
+
+    def _numbers_shape(self, stem: str, part: str) -> tuple[int, ...]:
+        shape = self._shape(stem, part, 2)
+        kind = self._inner.kind(f"{stem}.{part}")
+        if kind != self._kind:
+            raise _corrupt(f"{stem}.{part}", f"elements of {kind}, not {self._kind}")
+        return shape
 
     def _shape(self, stem: str, part: str, dimensions: int | None) -> tuple[int, ...]:
         shape = self._found.get(f"{stem}.{part}")
@@ -322,7 +343,7 @@ class IntegerCheckpoint(Checkpoint):
     def _scales(self, matrix: _Matrix) -> Tensor:
         name = f"{matrix.stem}.{_PARTS[self._format.packing][1]}"
         found = self._inner.stored_values(name)
-        if not found.is_floating_point() or not bool(found.isfinite().all()):
+        if not found.is_floating_point() or not bool(found.float().isfinite().all()):
             kind = "values that are not finite" if found.is_floating_point() else f"numbers of {found.dtype}"
             raise _corrupt(name, kind)
         by_columns = self._format.packing in (Packing.GPTQ, Packing.AWQ)
@@ -350,8 +371,10 @@ class IntegerCheckpoint(Checkpoint):
         format, name = self._format, f"{matrix.stem}.{_PARTS[self._format.packing][0]}"
         bits = format.bits
         if format.packing is Packing.INT_QUANTIZED:
-            return lambda first, last: self._inner.stored_values(name, first, last).view(torch.uint8) ^ 0x80
+            half = 1 << (bits - 1)
+            return lambda first, last: self._inner.stored_values(name, first, last).view(torch.uint8) + half
         if format.packing is Packing.PACK_QUANTIZED:
+            self._check_order(matrix, "weight_g_idx")
             width = matrix.columns
             return lambda first, last: _unpacked(self._inner.stored_values(name, first, last), bits)[
                 :, :width
@@ -365,14 +388,14 @@ class IntegerCheckpoint(Checkpoint):
                 return rows[:, first - 8 * low : last - 8 * low].T.contiguous()
 
             return by_eights
-        self._check_order(matrix)
+        self._check_order(matrix, "g_idx")
         return lambda first, last: _unpacked(words[:, first:last].T, bits).contiguous()
 
-    def _check_order(self, matrix: _Matrix) -> None:
+    def _check_order(self, matrix: _Matrix, part: str) -> None:
         """Raise UnsupportedArchitecture where columns are not in the order of their groups."""
         import torch
 
-        name = f"{matrix.stem}.g_idx"
+        name = f"{matrix.stem}.{part}"
         if name not in self._found:
             return
         order = self._inner.stored_values(name)
