@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint import LLM, BeamSearchParams, SamplingParams
-from hardpoint.engine.commands import GetStatus, ReloadWeights, Sleep, Wake
+from hardpoint import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from hardpoint.engine.commands import GetStatus, ListAdapters, LoadAdapter, ReloadWeights, Sleep, Wake
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.sleep import SleepMode, SleepRequest
 from hardpoint.interfaces.errors import (
+    AdapterInUse,
     ConfigError,
     DrainTimeout,
     EngineAsleep,
@@ -27,6 +28,7 @@ from hardpoint.interfaces.errors import (
     SleepRefused,
 )
 from hardpoint_conformance.tiny_model import Model
+from tests.adapter_folders import adapter_tensors, write_adapter
 
 PROMPTS = [{"prompt_token_ids": [5, 9, 22, 7 + number]} for number in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -251,3 +253,29 @@ def test_a_profile_has_a_file_of_each_engine(llm: LLM, tmp_path: Path) -> None:
     tokens(llm)
     assert sorted(map(Path, llm.stop_profile())) == sorted(tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_all_engines_have_the_same_adapters(make_shallow: Callable[..., LLM], shallow: Model, tmp_path: Path) -> None:
+    """What one engine refuses, the other has not done: requests of a name would find unlike adapters, or none."""
+    own = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", adapter_tensors(shallow.weights, 0))))
+    with make_shallow(data_parallel_size=2, enable_lora=True) as llm:
+        plain = tokens(llm)
+        llm.load_adapter(own)
+
+        def adapted() -> list[list[int]]:
+            return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, PARAMS, lora_request="own")]
+
+        expected = adapted()
+        assert expected != plain
+        # One engine has a request that goes through it.
+        llm.engine.add_request("long", PROMPTS[0], LONG, lora_request="own")
+        with pytest.raises(AdapterInUse, match="1 requests in progress"):
+            llm.unload_adapter("own")
+        assert adapted() == expected
+        llm.engine.abort_request("long")
+        llm.unload_adapter("own")
+        with failing(LoadAdapter, llm), pytest.raises(ConfigError, match="no"):
+            llm.load_adapter(own)
+        assert [one.call(ListAdapters()) for one in llm.engine._loop._engines] == [[], []]  # type: ignore[attr-defined]
+        llm.load_adapter(own)
+        assert adapted() == expected

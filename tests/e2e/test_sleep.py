@@ -714,6 +714,28 @@ def test_an_engine_ends_while_it_sleeps(make_tiny: Callable[..., Subject], tmp_p
     assert sum(path.stat().st_size for path in left) == 0
 
 
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+@pytest.mark.parametrize("settings", [{}, {"engine_process": True}], ids=["here", "process"])
+def test_a_refused_sleep_leaves_nothing_of_an_engine_that_has_ended(
+    make_tiny: Callable[..., Subject], tmp_path: Path, mode: str, settings: dict[str, bool]
+) -> None:
+    """No memory, and no backups: the process of an engine ends without a collection."""
+    tiny = make_tiny(**settings)
+    llm = tiny.llm
+    llm.sleep(tier="disk")
+    llm.wake_up()
+    llm.declare_weights_valid()
+    tiny.start()
+    gc.disable()
+    try:
+        with pytest.raises(CapabilityRefused, match="left to their source"):
+            llm.sleep(mode=mode, tier="source")
+        llm.shutdown()
+        assert [path for path in (tmp_path / "backups").rglob("*") if path.is_file()] == []
+    finally:
+        gc.enable()
+
+
 def test_impossible_sleeps_change_nothing(tiny: Subject) -> None:
     for arguments, error in (
         ({"level": 3}, SleepRefused),

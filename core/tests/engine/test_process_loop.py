@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.engine.commands import CheckStep, Event, Generate, Sleep, StepDone
+from hardpoint.engine.commands import CheckStep, Event, Generate, GetStats, Sleep, StepDone
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.process_loop import ProcessLoop
+from hardpoint.engine.process_messages import REPLIES
 from hardpoint.engine.sleep import SleepMode, SleepRequest
 from hardpoint.interfaces.batch import SequenceSampling
 from hardpoint.interfaces.errors import (
@@ -278,6 +279,23 @@ def test_weights_are_asked_for_one_by_one(either: LLM) -> None:
     with pytest.raises(CorruptWeights, match="pairs of a checkpoint name and a tensor"):
         either.update_weights(5)  # type: ignore[arg-type]
     assert either.update_weights({"a": torch.ones(3)}.items()) == 1
+
+
+def test_weights_may_be_declared_valid(either: LLM) -> None:
+    before = results(either.generate("x", SHORT))
+    either.declare_weights_valid()
+    assert results(either.generate("x", SHORT)) == before
+
+
+def test_an_answer_that_is_not_understood_ends_the_engine_and_no_thread_waits_for_it(
+    make_llm: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(engine_process=True)
+    monkeypatch.setitem(REPLIES, GetStats, int)  # type: ignore[arg-type]
+    with pytest.raises(EngineDead, match="broke off"):
+        llm.stats()
+    with pytest.raises(EngineDead, match="broke off"):
+        llm.sleep_status()
 
 
 def test_the_tensors_of_an_update_may_ask_how_the_engine_is_and_nothing_else(either: LLM) -> None:

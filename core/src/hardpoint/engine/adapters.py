@@ -173,11 +173,7 @@ class Adapters:
         known = self._find(name)
         count = self._active[name] + self._waiting[name]
         if count:
-            raise AdapterInUse(
-                f"the adapter '{name}' cannot be unloaded",
-                found=f"{count} requests in progress go through it",
-                hint="Unload it when they have ended, or abort them",
-            )
+            raise in_use(name, count)
         del self._known[name]
         self._unloads += 1
         if known.number is not None:
@@ -242,6 +238,15 @@ class Adapters:
         counts[name] -= 1
         if counts[name] <= 0:
             del counts[name]
+
+
+def in_use(name: str, count: int) -> AdapterInUse:
+    """Return the error of an adapter that so many requests in progress keep from being unloaded."""
+    return AdapterInUse(
+        f"the adapter '{name}' cannot be unloaded",
+        found=f"{count} requests in progress go through it",
+        hint="Unload it when they have ended, or abort them",
+    )
 
 
 def salted(number: int, salt: str) -> str:

@@ -245,7 +245,7 @@ class EngineCore:
             Wake: self._wake,
             UpdateWeights: lambda command: self._update_weights(command.weights),
             ReloadWeights: self._reload_weights,
-            DeclareWeightsValid: lambda command: self._change_weights(WeightWrite.DECLARE),
+            DeclareWeightsValid: self._declare_weights_valid,
             GetStats: lambda command: self._stats(),
             GetStatus: lambda command: self.lifecycle.status(),
             ResetPrefixCache: lambda command: self.scheduler.reset_prefix_cache(),
@@ -594,6 +594,9 @@ class EngineCore:
         check_checkpoint(command.model)
         return self._change_weights(WeightWrite.RELOAD, (), command.model)
 
+    def _declare_weights_valid(self, command: DeclareWeightsValid) -> None:
+        self._change_weights(WeightWrite.DECLARE)
+
     def _change_weights(self, write: WeightWrite, *arguments: Any) -> int:
         with self._between_steps():
             return self.lifecycle.change_weights(write, *arguments)
@@ -696,13 +699,13 @@ class EngineCore:
         if self._drain is not None and self._drain.command.key == command.key:
             self._resume()
 
-    def _sleep(self, command: Sleep, drained: _Drain | None = None) -> Reply:
-        """Go to sleep; where that waits for requests, return the future that is answered when they were `drained`."""
+    def _sleep(self, command: Sleep, waited_since: float | None = None) -> Reply:
+        """Go to sleep; where that waits for requests, return the future that is answered when it has `waited_since` then for them."""
         request = command.request
-        start = time.perf_counter() if drained is None else drained.start
+        start = time.perf_counter() if waited_since is None else waited_since
         if self.lifecycle.state is EngineState.RUNNING:
             self._queued.clear()
-        if drained is None and request.mode is SleepMode.WAIT and self._in_progress:
+        if waited_since is None and request.mode is SleepMode.WAIT and self._in_progress:
             self.lifecycle.begin_drain(request)
             limit = math.inf if request.drain_timeout is None else request.drain_timeout
             self._drain = _Drain(command, Future(), start, time.monotonic() + limit)
@@ -738,10 +741,12 @@ class EngineCore:
                     found=f"{self._in_progress} in progress",
                     hint="Give more time, or sleep with the mode 'keep' or 'abort'",
                 )
-            drain.reply.set_result(self._sleep(drain.command, drain))
+            drain.reply.set_result(self._sleep(drain.command, drain.start))
         except Exception as error:
             drain.reply.set_exception(error)
         finally:
+            # The error leads to this frame: if the frame led back to it, what its frames hold would stay until a collection.
+            del drain
             self._begin_held()
         return True
 

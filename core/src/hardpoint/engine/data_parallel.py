@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hardpoint.engine.adapters import adapters_over_engines
+from hardpoint.engine.adapters import adapters_over_engines, in_use
 from hardpoint.engine.commands import (
     Abort,
     Added,
@@ -37,6 +37,7 @@ from hardpoint.engine.commands import (
     GetStats,
     GetStatus,
     GiveUp,
+    LoadAdapter,
     Lost,
     Pause,
     RegisterParticipant,
@@ -46,6 +47,7 @@ from hardpoint.engine.commands import (
     Sleep,
     StepDone,
     StopProfile,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
 )
@@ -98,10 +100,16 @@ def process_loop(config: EngineConfig, deliver: Deliver | None = None) -> Proces
 
 @dataclass(slots=True)
 class _Placed:
-    """A request in progress: its engine, and those of its sequences that have not ended; None before the engine has numbered them."""
+    """A request in progress.
+
+    Attributes:
+        adapter: name of the LoRA adapter that it goes through; empty for none.
+        alive: those of its sequences that have not ended; None before the engine has numbered them.
+    """
 
     engine: int
     num_seqs: int
+    adapter: str
     alive: set[int] | None = None
 
 
@@ -219,6 +227,11 @@ class DataParallelLoop(RunningLoop):
             case Resume() if self._drain is not None and not self._drain.is_over:
                 # It reaches all engines after the pause, so what follows finds all of them running.
                 self._drain = None
+            case LoadAdapter(name=name):
+                replies = self._send(dict.fromkeys(self._loads, command))
+                return _gathered(replies, partial(self._loaded, name), may_wait=True)
+            case UnloadAdapter(name=name):
+                self._check_idle(name)
             case Wake():
                 return self._all(command, self._woken)
             case UpdateWeights() | ReloadWeights() | DeclareWeightsValid():
@@ -247,12 +260,13 @@ class DataParallelLoop(RunningLoop):
             )
         names = _beginnings(command, self.info.block_size)
         many = isinstance(command, Generate) and command.beams is None
+        adapter = command.adapter if isinstance(command, Generate) else ""
         with self._lock:
             engine = self._owners.preferred(names, self._loads)
             if engine is None:
                 engine = min(self._loads, key=self._loads.__getitem__)
             self._owners.note(names, engine)
-            self._requests[command.key] = _Placed(engine, len(command.sampling) if many else 1)  # type: ignore[union-attr]
+            self._requests[command.key] = _Placed(engine, len(command.sampling) if many else 1, adapter)  # type: ignore[union-attr]
             self._loads[engine] += 1
         try:
             taken = self._engines[engine].submit(command)
@@ -309,6 +323,25 @@ class DataParallelLoop(RunningLoop):
                 engine, own = divmod(seq_id, 1 << _ENGINE_BITS)
                 of_engine.setdefault(engine, []).append(own)
         return self._some({engine: Finish(tuple(some)) for engine, some in of_engine.items()})
+
+    # Adapters
+
+    def _loaded(self, name: str, outcomes: list[Any]) -> None:
+        """Where some engines have not loaded an adapter, let the others forget it, and raise: all have the same ones."""
+        failures = _failures(outcomes)
+        if not failures:
+            return
+        with self._order:
+            undone = self._send({engine: UnloadAdapter(name) for engine in self._loads.keys() - failures.keys()})
+        _outcomes(undone)
+        raise next(iter(failures.values()))
+
+    def _check_idle(self, name: str) -> None:
+        """Raise AdapterInUse while requests of any engine go through an adapter: the others would have forgotten it."""
+        with self._lock:
+            count = sum(placed.adapter == name for placed in self._requests.values())
+        if count:
+            raise in_use(name, count)
 
     # Events, in the threads of the engines' messages
 

@@ -185,6 +185,9 @@ class LLMEngine:
         except BaseException:
             self.abort_request(request_id)
             raise
+        finally:
+            # Its error leads to this frame: if the frame led back to it, what its frames hold would stay until a collection.
+            del taken
         with DeferredInterrupts(), self._lock:
             self._apply(self._loop.pending())
 

@@ -180,14 +180,13 @@ class InlineLoop(Loop):
     def submit(self, command: Command) -> Future[Reply]:
         """Do a command; one that takes steps is done by `events`."""
         with DeferredInterrupts(), self.lock:
-            done: Future[Reply] = Future()
             try:
                 reply = self.core.execute(command)
             except Exception as error:
-                done.set_exception(error)
-                return done
+                return _refused(error)
             if isinstance(reply, Future):
                 return reply
+            done: Future[Reply] = Future()
             done.set_result(reply)
             return done
 
@@ -206,11 +205,14 @@ class InlineLoop(Loop):
             try:
                 while not reply.done():
                     self._drain_on()
+                return reply.result()
             except BaseException:
                 if not reply.done():
                     self.core.cancel_drain()
                 raise
-            return reply.result()
+            finally:
+                # Its error leads to this frame: if the frame led back to it, what its frames hold would stay until a collection.
+                del reply
 
     def _drain_on(self) -> None:
         """Compute a step for a sleep that waits; other threads come next, but not into the midst of something."""
@@ -233,6 +235,13 @@ class InlineLoop(Loop):
     def shutdown(self) -> None:
         """End the engine, once a step that another thread drives is done."""
         self.call(ShutDown())
+
+
+def _refused(error: Exception) -> Future[Reply]:
+    """Return the answer to a command that was refused; no frame that the error leads to has it."""
+    answer: Future[Reply] = Future()
+    answer.set_exception(error)
+    return answer
 
 
 class RunningLoop(Loop):
@@ -338,6 +347,7 @@ def do(core: EngineCore, work: Work, deliver: Deliver) -> bool:
     except Exception as error:
         _flush(core, deliver)
         work.answer.set_exception(error)
+        del work  # as in `InlineLoop.call`
     else:
         if isinstance(answer, Future):
             answer.add_done_callback(partial(_answer_later, core, work.answer, deliver))

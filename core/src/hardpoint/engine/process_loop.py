@@ -319,12 +319,15 @@ class EngineProcess:
             self._deliver(events)
 
     def _answer(self, frame: Frame) -> None:
+        # Until it was understood it waits with the others: an answer that is not ends them all.
+        is_result, pending = frame.kind == Kind.RESULT, self._pending[frame.call]
+        answer = decode(frame.payload, pending.kind if is_result else Failure)
         with self._lock:
-            pending = self._pending.pop(frame.call)
-        if frame.kind == Kind.RESULT:
-            pending.set_result(decode(frame.payload, pending.kind))
+            del self._pending[frame.call]
+        if is_result:
+            pending.set_result(answer)
             return
-        failure = decode(frame.payload, Failure)
+        failure: Failure = answer
         if pending.command is None:
             self._is_closing = True
         if isinstance(pending.command, RegisterParticipant):

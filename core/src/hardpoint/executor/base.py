@@ -95,13 +95,17 @@ class Executor(ABC):
             for rank, outcome in enumerate(outcomes)
             if isinstance(outcome, BaseException) and not (may_be_over and isinstance(outcome, InvalidTransaction))
         }
-        for rank, failure in failures.items():
-            if isinstance(failure, EngineDead):
-                raise at_rank(failure, rank, len(outcomes))
-        if failures:
-            raise RanksDiverged.of(f"{_ENDINGS[call]} a {name}", failures) from next(iter(failures.values()))
-        self._unsettled = None
-        return outcomes
+        dead = next((rank for rank, failure in failures.items() if isinstance(failure, EngineDead)), None)
+        try:
+            if dead is not None:
+                raise at_rank(failures[dead], dead, len(outcomes))
+            if failures:
+                raise RanksDiverged.of(f"{_ENDINGS[call]} a {name}", failures) from next(iter(failures.values()))
+            self._unsettled = None
+            return outcomes
+        finally:
+            # As in `call`: exceptions among them lead to this frame, also those that are passed over.
+            del outcomes, failures
 
     @abstractmethod
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
