@@ -25,7 +25,7 @@ BEGIN, END = "<!-- formats: begin -->", "<!-- formats: end -->"
 BACKENDS: dict[str, type[KernelSet]] = {"cpu": CpuKernels, "cuda, rocm": TritonKernels, "ascend": AscendKernels}
 SOURCES: dict[str, tuple[BlockFormat, ...]] = {
     "blocks of GGUF files": tuple(one for one in BlockFormat if one.type_id < 1000),
-    "GPTQ, AWQ (`gemm`), compressed-tensors `pack-quantized`: 4 bits, in groups of a multiple of 32": (
+    "GPTQ, AWQ (`gemm`), compressed-tensors `pack-quantized`, `int-quantized` (W4A8): 4 bits, in groups of a multiple of 32": (
         BlockFormat.INT4,
         BlockFormat.INT4_128,
     ),
