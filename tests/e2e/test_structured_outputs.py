@@ -253,8 +253,9 @@ def test_the_end_of_the_grammar_is_the_end(random: LLM) -> None:
 
 
 def test_what_no_token_can_go_on_ends_alone(random: LLM, expected: list[Any]) -> None:
-    """The tokens that are allowed are not of the grammar, or a step of it takes more than it may."""
-    hopeless = params(structured_outputs={"regex": "[a-z]+"}, allowed_token_ids=[23])
+    """The tokens that are allowed are not of the grammar's rest, or a step of it takes more than it may."""
+    letters = [token for token in range(60, 110) if random.get_tokenizer().decode([token]).islower()]
+    hopeless = params(structured_outputs={"regex": "[a-z][0-9]"}, allowed_token_ids=letters)
     endless = params(
         structured_outputs={"regex": "(.*[ab].{400})*"}, allowed_token_ids=list(range(60, 110)), max_tokens=900
     )
@@ -263,6 +264,8 @@ def test_what_no_token_can_go_on_ends_alone(random: LLM, expected: list[Any]) ->
         assert served(random, ALL) == expected
         reasons = [output.outputs[0].finish_reason for output in beside.result()]
     assert reasons == ["error", "error"]
+    with pytest.raises(InvalidSamplingParams, match="may begin the text"):
+        random.generate([PROMPT], hopeless.clone(allowed_token_ids=[23]), use_tqdm=False)
 
 
 REFERENCES = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3_900)}
@@ -297,8 +300,10 @@ DEEP: Any = json.loads('{"items":' * 90 + "{}" + "}" * 90)
         ({"grammar": RULES}, "a240"),
         ({"grammar": RULES + "\n" * 10}, "250 lines"),
         ({"json": {"$ref": "#/$defs/a0", "$defs": REFERENCES}}, "a3900"),
+        ({"json": {"$ref": "#"}}, "allow no text"),
+        ({"regex": r"[^\s\S]"}, "allow no text"),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_what_cannot_be_is_refused_soon(random: LLM, asked: dict[str, Any], told: str) -> None:
     start = time.process_time()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +14,13 @@ import httpx
 import pytest
 import torch
 
+from hardpoint import AsyncLLM
+from hardpoint.interfaces.errors import WorkerError
+from hardpoint.server.metrics import Metrics
+from hardpoint.server.served_model import ServedModel, ServingOptions
 from tests.adapter_folders import write_adapter
-from tests.server.conftest import Running, serving
+from tests.leaks import Belongings
+from tests.server.conftest import ENGINE, Running, serving
 from tests.shallow_demo import write_shallow_demo
 
 HIDDEN = 576
@@ -93,3 +103,36 @@ def test_an_adapter_in_use_is_not_unloaded(served: Running, tmp_path: Path) -> N
     while unload_again.status_code == 409:
         unload_again = unload(served, "a3")
     assert unload_again.status_code == 200
+
+
+def test_a_model_starts_again_without_an_adapter_whose_folder_is_gone(served: Running, tmp_path: Path) -> None:
+    for seed in (4, 5):
+        load(served, f"a{seed}", folder_of(tmp_path, seed)).raise_for_status()
+    kept = text(served, "a4")
+    shutil.rmtree(tmp_path / "a5")
+    pid = served.model().llm.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 120
+    while served.model().restarts == 0:
+        assert time.monotonic() < end, served.model().failure
+        time.sleep(0.1)
+    assert text(served, "a4") == kept
+    assert code(served.users.post("/v1/completions", json={"model": "a5", "prompt": "x"})) == (404, "model_not_found")
+    unload(served, "a4").raise_for_status()
+
+
+def test_an_engine_is_closed_where_something_fails_after_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Belongings.now()
+
+    async def fails(llm: AsyncLLM) -> None:
+        raise WorkerError("no status")
+
+    async def start() -> None:
+        model = ServedModel("demo", "demo", ENGINE | {"backend": device}, ServingOptions(), Metrics().of("demo"))
+        with pytest.raises(WorkerError):
+            await model.start()
+
+    monkeypatch.setattr(AsyncLLM, "sleep_status", fails)
+    asyncio.run(start())
+    assert Belongings.now().new_since(before) == []

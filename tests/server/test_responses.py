@@ -99,13 +99,24 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "more", [{"max_output_tokens": 0}, {"temperature": -1.0}, {"input": []}, {"input": [{"type": "function_call"}]}]
+    "more",
+    [
+        {"max_output_tokens": 0},
+        {"max_output_tokens": 1 << 40},
+        {"temperature": -1.0},
+        {"top_p": 0},
+        {"input": []},
+        {"input": [{"type": "function_call"}]},
+    ],
 )
 def test_bad_values_are_refused(server: Running, more: dict[str, Any]) -> None:
     for stream in (False, True):
         answer = server.users.post("/v1/responses", json={"input": "x", "stream": stream} | more)
         assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        (param,) = more
+        assert error["message"].startswith(param) or param == "input"
+        assert error["param"] in (param, None if param == "input" else param)
 
 
 def test_a_stream_that_fails_says_so(slow_server: Running) -> None:

@@ -88,8 +88,11 @@ def test_any_object_and_plain_text(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"guided_regex": "a", "ignore_eos": True}, None, "ends the text"),
+        ({"guided_json": {"$ref": "#"}}, None, "allow no text"),
+        ({"guided_regex": "a", "bad_words": ["a"]}, None, "may begin the text"),
+        ({"guided_regex": "[a-z]", "allowed_token_ids": [23]}, None, "may begin the text"),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_what_cannot_be_is_refused(

@@ -283,6 +283,10 @@ def test_a_schema_that_allows_more_than_objects_is_held_to_them(
     assert call.function.arguments.startswith("{")
 
 
+UNLIKE = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {}}}}}}
+"""A schema that no grammar is compiled of."""
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -293,13 +297,25 @@ def test_a_schema_that_allows_more_than_objects_is_held_to_them(
         ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages"),
+        ({"tools": [UNLIKE], "tool_choice": "required"}, "tools"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_tools_that_cannot_be_are_refused(server: Running, asked: dict[str, Any], param: str) -> None:
     answer = server.users.post("/v1/chat/completions", json={"messages": MESSAGES} | asked)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+def test_more_tools_than_a_grammar_has_are_refused_as_tools(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hardpoint.sampling.structured.MAX_RULES_LINES", 3)
+    asked = {"messages": MESSAGES, "tools": [WEATHER, CLOCK], "tool_choice": "required"}
+    error = server.users.post("/v1/chat/completions", json=asked).json()["error"]
+    assert error["param"] == "tools"
+    assert "tools" in error["message"]
+    assert "4 lines" in error["message"]
 
 
 def test_marks_that_are_special_tokens_are_seen(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

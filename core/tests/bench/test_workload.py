@@ -101,6 +101,9 @@ def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
     asks = read_asks(file, generator(), 2, TWO, chat=True)
     assert asks[0]["messages"] == [{"role": "user", "content": "a"}]
     assert asks[1]["messages"] == [{"role": "system", "content": "b"}]
+    # Editors begin files with a mark, and JSON's texts may have ends of line that are not a file's.
+    file.write_text('\ufeff{"prompt": "a\u2028b"}\r\n', "utf-8")
+    assert read_asks(file, generator(), 1, TWO, chat=False)[0]["prompt"] == "a\u2028b"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,9 @@ def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
     [
         ("", False, "is empty"),
         ('{"prompt": "a"}\n{', False, "line 2"),
+        ('{"prompt": "a"}\n\n{', False, "line 3"),
+        ("[" * 100_000, False, "line 1"),
+        ("1" * 5_000, False, "line 1"),
         ("7", False, "no prompt"),
         ('{"messages": []}', False, "no prompt"),
         ('{"prompt": 7}', False, "no prompt"),

@@ -104,7 +104,14 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(hp: Any, llms: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b'{"prompt": "a"}\n{"text": "b"}', "line 2"), (b"{", "line 1"), (b'["a"]', "line 1"), (b"\xff", "UTF-8")],
+    [
+        (b'{"prompt": "a"}\n{"text": "b"}', "line 2"),
+        (b"{", "line 1"),
+        (b'["a"]', "line 1"),
+        (b"[" * 100_000, "line 1"),
+        (b"1" * 5_000, "line 1"),
+        (b"\xff", "UTF-8"),
+    ],
 )
 def test_bad_prompt_files_are_usage_errors_that_name_the_line(
     hp: Any, llms: Any, tmp_path: Path, content: bytes, says: str

@@ -263,6 +263,15 @@ def test_allowing_only_stop_tokens_contradicts_min_tokens() -> None:
         params.to_sequence_sampling(0, [1], 0, 0, [2])
 
 
+def test_allowing_only_bad_words_is_a_contradiction() -> None:
+    params = SamplingParams(allowed_token_ids=[2, 7], min_tokens=1)
+    params.to_sequence_sampling(0, [1], 0, 0, [], bad_words=[(7,), (2, 3)])
+    with pytest.raises(InvalidSamplingParams, match="bad words"):
+        params.to_sequence_sampling(0, [1], 0, 0, [], bad_words=[(7,), (2,)])
+    with pytest.raises(InvalidSamplingParams, match="min_tokens=1"):
+        params.to_sequence_sampling(0, [1], 0, 0, [2], bad_words=[(7,)])
+
+
 def test_a_parameter_that_is_set_is_checked_and_a_refused_one_changes_nothing() -> None:
     params = SamplingParams(stop="a", min_tokens=2)
     params.max_tokens = 5

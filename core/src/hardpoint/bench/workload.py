@@ -91,12 +91,17 @@ def read_asks(path: Path, generator: np.random.Generator, count: int, outputs: L
         ConfigError: the file cannot be read, is empty, or has a line that is no such object.
     """
     try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        # Nothing else ends a line: JSON's texts may have other ends of line in them.
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"the dataset '{path}' cannot be read", found=str(error)) from error
-    if not lines:
+    read = [
+        _ask(line, f"line {number} of '{path}'", chat=chat)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not read:
         raise ConfigError(f"the dataset '{path}' is empty", hint="Give a file with one JSON object on each line")
-    read = [_ask(line, f"line {number} of '{path}'", chat=chat) for number, line in enumerate(lines, start=1)]
     most = outputs.draw(generator, count)
     return [{"max_tokens": most[number]} | read[number % len(read)] for number in range(count)]
 
@@ -105,7 +110,7 @@ def _ask(line: str, where: str, *, chat: bool) -> Ask:
     hint = f"""A line is {'{"messages": [...]} or ' if chat else ""}{{"prompt": "..."}}, with "max_tokens" or without"""
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON", found=str(error), hint=hint) from error
     found = found if isinstance(found, dict) else {}
     name, kinds = ("messages", list) if chat else ("prompt", (str, list))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hardpoint.cli import collection, interrupts
+from hardpoint.cli import collection, interrupts, streams
 from hardpoint.cli.exit_codes import ExitCode
 
 
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         if arguments is None:
+            streams.take()
             interrupts.take()
             collection.take()
         with collection.nothing_collected():

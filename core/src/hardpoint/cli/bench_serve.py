@@ -200,7 +200,7 @@ def _run(main: Any) -> Any:
 def _object(text: str | None) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--extra-body") from error
     if not isinstance(found, dict):
         raise typer.BadParameter(f"{text!r} is not a JSON object", param_hint="--extra-body")

@@ -122,7 +122,7 @@ def _read_prompts(file: Path) -> list[str]:
 def _json_prompt(file: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"'{file}' line {number} is not JSON: {error}", param_hint="--prompts-file") from error
     prompt = value.get("prompt") if isinstance(value, dict) else None
     if not isinstance(prompt, str):

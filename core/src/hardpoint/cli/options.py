@@ -169,7 +169,7 @@ class ServedEngineOptions:
 def _json(text: str | None, option: str) -> Any:
     try:
         return None if text is None else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}", param_hint=option) from error
 
 

@@ -143,7 +143,7 @@ class RequestMaker:
         self._grammars = Grammars(vocabulary, model.vocab_size)
 
     def grammar(self, params: SamplingParams) -> str | None:
-        """Return the grammar of structured outputs as `generation` takes it, compiled to see that it can be; None where there is none.
+        """Return the grammar of structured outputs as `generation` takes it, compiled to see that a text can begin; None without one.
 
         It takes some 10 ms at most, and the first one as long as the tokenizer takes. Safe to use from any thread. Raises InvalidRequest,
         ConfigError.
@@ -156,7 +156,9 @@ class RequestMaker:
                 "structured_outputs need the model's tokenizer", found="an engine without one", hint="Make it with one"
             )
         text = params.structured_outputs.grammar_text()
-        self._grammars.check(text)
+        params.check_vocab(self._model.vocab_size)
+        bad_words = self._bad_words(params)
+        self._grammars.check(params.to_sequence_sampling(0, (), 0, 0, self._eos_ids, text, bad_words=bad_words))
         return text
 
     def generation(

@@ -6,11 +6,12 @@ is made while the model computes: from the moment that a token is on the host un
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,26 @@ class Grammars:
         self._thread: ThreadPoolExecutor | None = None
         self._compiled = lru_cache(_COMPILED)(self._compile)
 
-    def check(self, text: str) -> None:
-        """Compile a grammar, which takes milliseconds, 0.5 s at most, and with the first one the tokenizer's 0.3 s and more.
+    def check(self, sampling: SequenceSampling) -> None:
+        """Compile a sequence's grammar, which takes milliseconds, 0.5 s at most, and with the first one the tokenizer's 0.3 s and more.
 
-        Raises InvalidSamplingParams for one that is wrong or takes too much, ConfigError without llguidance.
+        Raises InvalidSamplingParams for one that is wrong or takes too much, or where nothing can begin a text of it that the sequence's
+        other parameters allow; ConfigError without llguidance.
         """
-        self._compiled(text)
+        assert sampling.grammar is not None
+        self._compiled(sampling.grammar)
+        guide = Guide(sampling, self._vocab_size)
+        _deep(guide.begin, self)
+        if guide.failure is not None:
+            raise InvalidSamplingParams("structured_outputs allow no text", found=guide.failure)
+        banned = [token for token, bias in sampling.logit_bias.items() if bias == -math.inf]
+        (mask,) = guide.masks()
+        if not (mask & ~token_mask(self._vocab_size, banned)).any():
+            raise InvalidSamplingParams(
+                "structured_outputs need a token that may begin the text",
+                found="none that allowed_token_ids, stop_token_ids and bad_words leave",
+                hint="Leave these out, or allow what the grammar needs",
+            )
 
     def begin(self, sequences: Sequence[SequenceSampling]) -> list[Guide]:
         """Return the guides of sequences that have a grammar, whose first masks are being made."""
@@ -164,10 +179,7 @@ class Grammars:
         """Return a matcher at the grammar's beginning, of which sequences take copies."""
         library, tokenizer = llguidance(), self.tokenizer().tokenizer
         limits = library.LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
-        with ThreadPoolExecutor(1) as thread:
-            with _deep_stack():
-                making = thread.submit(library.LLMatcher, tokenizer, text, log_level=0, limits=limits)
-            matcher = making.result()
+        matcher = _deep(partial(library.LLMatcher, log_level=0, limits=limits), tokenizer, text)
         if matcher.is_error():
             raise InvalidSamplingParams("structured_outputs cannot be compiled", found=_reason(matcher))
         return matcher
@@ -287,6 +299,14 @@ def _reason(matcher: Any) -> str:
     text: str = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "").strip()
     lines = [line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..." for line in text.splitlines()]
     return "\n".join(lines[:_LINES])
+
+
+def _deep(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a thread with a deep stack."""
+    with ThreadPoolExecutor(1) as thread:
+        with _deep_stack():
+            done = thread.submit(work, *arguments)
+        return done.result()
 
 
 @contextmanager

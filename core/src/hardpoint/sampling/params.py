@@ -393,7 +393,8 @@ class SamplingParams(Validated):
             vocab_size: what -1 stands for in `logprobs`.
 
         Raises:
-            InvalidSamplingParams: only stop tokens are allowed, while `min_tokens` forbids them; or no token could end structured outputs.
+            InvalidSamplingParams: what is allowed is only bad words, or stop tokens while `min_tokens` forbids them; or no token could end
+                structured outputs.
         """
         stop_token_ids = self.all_stop_token_ids(eos_ids)
         if grammar is not None and not stop_token_ids:
@@ -402,17 +403,23 @@ class SamplingParams(Validated):
                 f"none, with ignore_eos={self.ignore_eos} and no stop_token_ids",
                 "Leave ignore_eos off, or give stop_token_ids.",
             )
+        # A single token needs no look at what came before it.
+        bias = dict(self.logit_bias or {}) | {word[0]: -math.inf for word in bad_words if len(word) == 1}
         allowed = None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
-        if allowed is not None and self.min_tokens and stop_token_ids.issuperset(allowed):
+        left = [token_id for token_id in allowed or () if bias.get(token_id) != -math.inf]
+        if allowed and not left:
+            _contradiction(
+                "allowed_token_ids must hold a token that bad_words leave",
+                f"allowed_token_ids={shown(list(allowed))} are all bad words",
+            )
+        if allowed and self.min_tokens and stop_token_ids.issuperset(left):
             _contradiction(
                 "allowed_token_ids must hold a token that may be sampled before min_tokens",
-                f"allowed_token_ids={list(allowed)} are all stop tokens, min_tokens={self.min_tokens}",
+                f"allowed_token_ids={shown(left)} are all stop tokens, min_tokens={self.min_tokens}",
             )
         logprobs = 0 if self.logprobs is None and self.needs_ranking else self.logprobs
         if self.needs_ranking and logprobs_mode in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS):
             _contradiction("best_of above n needs log probabilities", f"logprobs_mode='{logprobs_mode}'")
-        # A single token needs no look at what came before it.
-        bias = dict(self.logit_bias or {}) | {word[0]: -math.inf for word in bad_words if len(word) == 1}
         return SequenceSampling(
             seq_id=seq_id,
             prompt_token_ids=prompt_token_ids,

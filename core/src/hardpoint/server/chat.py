@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from hardpoint.engine.async_llm import OutputStream
 from hardpoint.engine.inputs import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from hardpoint.interfaces.errors import InvalidSamplingParams
 from hardpoint.sampling import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.events import TextEvents, written
@@ -155,7 +156,16 @@ class _Answer:
         async with self._model.taken():
             prompt = await self._prompt()
             params = self._beams or self._after_reasoning(prompt)
-            async with self._model.stream(prompt, params, priority=self._body.priority, **self._limits) as outputs:
+            stream = self._model.stream(prompt, params, priority=self._body.priority, **self._limits)
+            async with AsyncExitStack() as stack:
+                try:
+                    outputs = await stack.enter_async_context(stream)
+                except InvalidSamplingParams as error:
+                    if self._tools.grammar is None or not error.problem.startswith("structured_outputs "):
+                        raise
+                    # The client asked for calls, and knows nothing of the grammar that they follow.
+                    told = f"tools: their parameters allow no grammar of calls, as tool_choice needs one: {error}"
+                    raise ApiError(400, told, "invalid_value", param="tools") from error
                 yield outputs
 
     def _noted(self, output: RequestOutput) -> RequestOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from itertools import islice
@@ -21,6 +21,7 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.http import event_stream, until_gone
 from hardpoint.server.protocol import CachedTokens, Sampling, StreamOptions, TopLogprob, Usage
 from hardpoint.server.served_model import WhenAsleep
+from hardpoint.validation import INT32_MAX
 
 T = TypeVar("T")
 
@@ -74,8 +75,13 @@ def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) ->
     if (structure := structured_outputs(request)) is not None:
         given["structured_outputs"] = structure
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return changed(defaults, request, given | more)
+
+
+def changed(defaults: SamplingParams, request: BaseModel, given: Mapping[str, Any]) -> SamplingParams:
+    """Return parameters with some changed as a request asks for; raises ApiError, which names the request's field."""
     try:
-        return defaults.clone(**(given | more))
+        return defaults.clone(**given)
     except InvalidSamplingParams as error:
         # What is wrong begins with the parameter's name.
         name = error.problem.partition(" ")[0]
@@ -85,9 +91,10 @@ def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) ->
 
 
 def check_most_tokens(name: str, most: int | None) -> None:
-    """Raise ApiError where a request's field of this name, which is `max_tokens` of the parameters, is too small."""
-    if most is not None and most < 1:
-        raise ApiError(400, f"{name} must be an integer of at least 1: {name}={most}", "invalid_value", param=name)
+    """Raise ApiError where a request's field of this name, which is `max_tokens` of the parameters, is too small or too large."""
+    if most is not None and not 1 <= most <= INT32_MAX:
+        message = f"{name} must be an integer in 1..{INT32_MAX}: {name}={most}"
+        raise ApiError(400, message, "invalid_value", param=name)
 
 
 def beam_search_params(request: Sampling, max_tokens: int) -> BeamSearchParams | None:

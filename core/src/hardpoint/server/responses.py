@@ -17,7 +17,7 @@ from hardpoint.interfaces.errors import HardpointError
 from hardpoint.sampling import RequestOutputKind
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import check_most_tokens, request_limits, respond
+from hardpoint.server.generation import changed, check_most_tokens, request_limits, respond
 from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import Inert, Unicode, new_id
 from hardpoint.server.served_model import ServedModel
@@ -201,12 +201,10 @@ class _Answer:
         self._limits = request_limits(request)
         check_most_tokens("max_output_tokens", body.max_output_tokens)
         given = {"temperature": body.temperature, "top_p": body.top_p}
-        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-        self._params = model.llm.get_default_sampling_params().clone(
-            **{name: value for name, value in given.items() if value is not None},
-            max_tokens=body.max_output_tokens,
-            output_kind=kind,
-        )
+        asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        asked["max_tokens"] = body.max_output_tokens
+        asked["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        self._params = changed(model.llm.get_default_sampling_params(), body, asked)
         self._created, self._number = time.time(), 0
         self._id, self._message_id = new_id("resp"), new_id("msg")
 

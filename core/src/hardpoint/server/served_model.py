@@ -21,6 +21,7 @@ from hardpoint.interfaces.errors import (
     EngineAsleep,
     EngineDead,
     HardpointError,
+    InvalidAdapter,
     InvalidRequest,
     MemoryBusy,
     RequestTimeout,
@@ -155,14 +156,24 @@ class ServedModel:
         async with self.room(self):
             self._llm = await AsyncLLM.create(self.model, **self.settings)
             try:
-                for name, path in self.adapters.items():
-                    await self._llm.load_adapter(LoRARequest(name, 1, path))
+                await self._load_adapters(self._llm)
+                self._note_memory(await self._llm.sleep_status())
             except BaseException:
                 await self._llm.close()
                 raise
-            self._note_memory(await self._llm.sleep_status())
             self.need = self.device_bytes
             self.awake_since = time.monotonic()
+
+    async def _load_adapters(self, llm: AsyncLLM) -> None:
+        """Give a new engine the adapters; with one that is started again those whose files are gone are left out, as if unloaded."""
+        for name, path in list(self.adapters.items()):
+            try:
+                await llm.load_adapter(LoRARequest(name, 1, path))
+            except InvalidAdapter as error:
+                if self._state is not ModelState.RESTARTING:
+                    raise
+                del self.adapters[name]
+                _log.error("'%s' starts again without the adapter '%s': %s", self.name, name, error)
 
     async def close(self) -> None:
         """Refuse further requests, serve those in progress for a while, and end the engine."""
