@@ -235,8 +235,16 @@ def test_changes_that_nobody_asked_for_are_counted_where_they_fail(
     assert new == {f'{label}"sleep"}}': 1, f'{label}"wake"}}': 1}
 
 
-def test_an_engine_that_dies_is_started_again(start_slow: Any) -> None:
+def test_an_engine_that_dies_is_started_again(start_slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_slow({"one": "demo", "two": "demo"}) as server:
+        create, refusals = AsyncLLM.create, [OSError("no more processes")]
+
+        async def refuses_first(*arguments: Any, **settings: Any) -> AsyncLLM:
+            if refusals:
+                raise refusals.pop(0)
+            return await create(*arguments, **settings)
+
+        monkeypatch.setattr(AsyncLLM, "create", refuses_first)
         stream = server.openai.completions.create(stream=True, **LONG | {"model": "one"})
         next(iter(stream))
         pid = server.model("one").llm.pid

@@ -121,7 +121,7 @@ class ServedModel:
         self.name, self.model, self.options, self.metrics = name, model, options, metrics
         self.created = int(time.time())
         self.restarts = 0
-        self.failure: HardpointError | None = None
+        self.failure: Exception | None = None
         self.room: Room = _enough_room
         self.need = self.device_bytes = 0
         self.awake_since = self.last_used = time.monotonic()
@@ -209,9 +209,11 @@ class ServedModel:
                     await self._load()
                     self._state, self.restarts = None, self.restarts + 1
                     self._awake.set()
-                except HardpointError as error:
+                except Exception as error:  # whatever it was: nobody else would try again
                     self.failure = error
-                    _log.error("'%s' did not start: %s", self.name, error)
+                    _log.error(
+                        "'%s' did not start: %s", self.name, error, exc_info=not isinstance(error, HardpointError)
+                    )
 
     async def _sleep_when_idle(self, seconds: float) -> None:
         while True:
