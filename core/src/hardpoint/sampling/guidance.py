@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,12 @@ class GrammarTokenizer:
         self.tokenizer = llguidance().LLTokenizer(own.to_str(), n_vocab=size, eos_token=self.end)
         self.words = -(-size // 32)
 
+    def mask(self, matcher: Any) -> Int32Array | None:
+        """Return int32[words] with the bits of the tokens that may come next, `end` among them; None after a failure of the matcher."""
+        words = np.zeros(self.words, np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, self.words * 4)
+        return None if matcher.is_error() else words
+
 
 _loading = threading.Lock()
 """Held while a tokenizer is made, so that requests that come together make one."""
@@ -107,12 +113,8 @@ class Grammars:
         Raises InvalidSamplingParams for one that is wrong or takes too much, or where nothing can begin a text of it that the sequence's
         other parameters allow; ConfigError without llguidance.
         """
-        assert sampling.grammar is not None
-        self._compiled(sampling.grammar)
         guide = Guide(sampling, self._vocab_size)
-        _deep(guide.begin, self)
-        if guide.failure is not None:
-            raise InvalidSamplingParams("structured_outputs allow no text", found=guide.failure)
+        guide.begin(self)
         banned = [token for token, bias in sampling.logit_bias.items() if bias == -math.inf]
         (mask,) = guide.masks()
         if not (mask & ~token_mask(self._vocab_size, banned)).any():
@@ -128,7 +130,7 @@ class Grammars:
 
         def work() -> None:
             for guide in guides:
-                guide.begin(self)
+                guide.try_to_begin(self)
 
         self._submit(work, guides)
         return guides
@@ -138,9 +140,10 @@ class Grammars:
         with _loading:
             return _tokenizer_of(self._load, self._vocab_size)
 
-    def matcher(self, text: str) -> Any:
-        """Return an own matcher at a grammar's beginning; raises as `check`."""
-        return self._compiled(text).deep_copy()
+    def beginning(self, text: str) -> tuple[Any, Int32Array]:
+        """Return an own matcher at a grammar's beginning, and what may come first, as `GrammarTokenizer.mask`; raises as `check`."""
+        matcher, mask = self._compiled(text)
+        return matcher.deep_copy(), mask.copy()
 
     def advance(self, given: Sequence[tuple[Guide, Sequence[int]]]) -> None:
         """Give sequences the tokens that they were sampled, and begin to make their next masks."""
@@ -175,14 +178,24 @@ class Grammars:
         for guide in guides:
             guide.pending = done
 
-    def _compile(self, text: str) -> Any:
-        """Return a matcher at the grammar's beginning, of which sequences take copies."""
-        library, tokenizer = llguidance(), self.tokenizer().tokenizer
+    def _compile(self, text: str) -> tuple[Any, Int32Array]:
+        """Return a matcher at the grammar's beginning and what may come first, of both of which sequences take copies."""
+        library, tokenizer = llguidance(), self.tokenizer()
         limits = library.LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
-        matcher = _deep(partial(library.LLMatcher, log_level=0, limits=limits), tokenizer, text)
-        if matcher.is_error():
-            raise InvalidSamplingParams("structured_outputs cannot be compiled", found=_reason(matcher))
-        return matcher
+
+        def work() -> tuple[Any, Int32Array]:
+            matcher = library.LLMatcher(tokenizer.tokenizer, text, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise InvalidSamplingParams("structured_outputs cannot be compiled", found=_reason(matcher))
+            mask = tokenizer.mask(matcher)
+            if mask is None:
+                raise InvalidSamplingParams("structured_outputs allow no text", found=_reason(matcher))
+            return matcher, mask
+
+        with ThreadPoolExecutor(1) as thread:
+            with _deep_stack():
+                making = thread.submit(work)
+            return making.result()
 
 
 class Guide:
@@ -220,10 +233,15 @@ class Guide:
         return [self._mask, *self._foreseen]
 
     def begin(self, grammars: Grammars) -> None:
+        """Make the first mask; raises as `Grammars.check`."""
+        self._tokenizer = grammars.tokenizer()
+        self._matcher, mask = grammars.beginning(self._grammar)
+        self._mask = self._narrowed(mask, self._count)
+
+    def try_to_begin(self, grammars: Grammars) -> None:
         """Make the first mask; what fails is the sequence's failure."""
         try:
-            self._tokenizer, self._matcher = grammars.tokenizer(), grammars.matcher(self._grammar)
-            self._fill()
+            self.begin(grammars)
         except Exception as error:
             self._fail(str(error))
 
@@ -268,13 +286,14 @@ class Guide:
 
     def _mask_of(self, matcher: Any, count: int) -> Int32Array | None:
         """Return the mask of the token after `count` others; None after a failure of the matcher."""
-        tokenizer = self._tokenizer
-        assert tokenizer is not None
-        words = np.zeros(max(tokenizer.words, len(self._stop)), np.int32)
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, tokenizer.words * 4)
-        if matcher.is_error():
-            return None
-        place, bit = divmod(tokenizer.end, 32)
+        assert self._tokenizer is not None
+        mask = self._tokenizer.mask(matcher)
+        return None if mask is None else self._narrowed(mask, count)
+
+    def _narrowed(self, words: Int32Array, count: int) -> Int32Array:
+        """Return the mask of the token after `count` others, of what the grammar allows there; `words` are written."""
+        assert self._tokenizer is not None
+        place, bit = divmod(self._tokenizer.end, 32)
         flag = np.array(1 << bit, np.uint32).view(np.int32)
         may_end = bool(words[place] & flag)
         words[place] &= ~flag
@@ -299,14 +318,6 @@ def _reason(matcher: Any) -> str:
     text: str = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "").strip()
     lines = [line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..." for line in text.splitlines()]
     return "\n".join(lines[:_LINES])
-
-
-def _deep(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns in a thread with a deep stack."""
-    with ThreadPoolExecutor(1) as thread:
-        with _deep_stack():
-            done = thread.submit(work, *arguments)
-        return done.result()
 
 
 @contextmanager
