@@ -20,6 +20,7 @@ from hardpoint_conformance.html import to_html
 from hardpoint_conformance.levels import Level
 from hardpoint_conformance.outcomes import OWN_ALLOCATOR, Verdict
 from hardpoint_conformance.report import SUITE, digest_of, finish, list_sha256, read_report, verify
+from hardpoint_conformance.runner import divided
 from hardpoint_conformance.target import MUTANT_VARIABLE
 from hardpoint_conformance.verdict import Standing, judge, standings
 from hardpoint_conformance.waivers import apply_waivers, read_waivers
@@ -425,3 +426,9 @@ def test_a_failure_says_rule_expected_got_cause_and_how_to_repeat_it(
     assert [line for line in lines if line not in output.replace("\n", "")] == []
     junit = (tmp_path / "report.xml").read_text()
     assert [line for line in lines if line not in junit] == []
+
+
+def test_tests_that_look_at_free_memory_run_alone_on_an_accelerator() -> None:
+    tests = [{"node": f"{module}.py::test_one"} for module in ("test_l1_driver", "test_l2_attention", "test_l4_worker")]
+    assert divided(tests, accelerator=True) == ([tests[0], tests[2]], [tests[1]])
+    assert divided(tests, accelerator=False) == ([], tests)

@@ -50,6 +50,9 @@ CLAIMS: Mapping[str, Callable[[Capabilities], bool]] = {
     "attention.graphs": lambda claims: claims.attention.graph_level > GraphLevel.NONE,
     "determinism.run_to_run": lambda claims: claims.attention.determinism >= Determinism.RUN_TO_RUN,
     "determinism.batch_invariant": lambda claims: claims.attention.determinism >= Determinism.BATCH_INVARIANT,
+    "determinism.worker.batch_invariant": lambda claims: (
+        min(claims.determinism, claims.attention.determinism) >= Determinism.BATCH_INVARIANT
+    ),
     **{f"memory.sleep.{level}": _level(level) for level in (1, 2)},
     **{f"memory.tier.{tier.value}": _tier(tier) for tier in SleepTier},
     "memory.elastic": lambda claims: claims.memory.elastic,
@@ -94,6 +97,7 @@ def to_json(claims: Capabilities) -> dict[str, Any]:
             "torch_pool": memory.torch_pool.value,
         },
         "tensor_parallel": _from_set(claims.tensor_parallel),
+        "determinism": claims.determinism.name.lower(),
         "collectives": list(claims.collectives),
         "notes": list(claims.notes),
     }
@@ -123,6 +127,7 @@ def from_json(data: Mapping[str, Any]) -> Capabilities:
             torch_pool=TorchPoolScope(memory["torch_pool"]),
         ),
         tensor_parallel=_to_set(data["tensor_parallel"]),
+        determinism=Determinism[data["determinism"].upper()],
         collectives=tuple(data["collectives"]),
         notes=tuple(data.get("notes", ())),
     )

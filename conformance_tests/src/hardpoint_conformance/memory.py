@@ -34,6 +34,7 @@ from hardpoint.interfaces import (
     Policy,
     SleepPlan,
     SleepTier,
+    TorchPoolScope,
 )
 from hardpoint.memory import ALL_CLAIMS, DriverTable, TensorAllocator, VirtualPool
 from hardpoint_conformance.claims import plain_tier
@@ -263,6 +264,10 @@ class TensorMemory(Memory):
         self.blocks.clear()
         if self.stats().allocated:
             gc.collect()
+        if self.stats().allocated and self.claims.torch_pool is TorchPoolScope.ALL and 1 in self.claims.sleep_levels:
+            # Torch keeps segments without tensors for later ones; a sleep gives them back.
+            self.sleep()
+            self.wake()
         assert self.stats().allocated == 0, "memory is left in the books"
         self.close()
 

@@ -40,6 +40,9 @@ from hardpoint_conformance.report import (
 )
 from hardpoint_conformance.waivers import apply_waivers, unknown
 
+_COUNT_MEMORY = ("test_l1", "test_l4_worker", "test_l6_memory")
+"""How the names of modules begin whose tests look at how much of the device's memory is free."""
+
 PROGRESS = "progress.jsonl"
 """File in the report's folder from which a run is resumed."""
 
@@ -55,7 +58,8 @@ class Settings:
     Attributes:
         profile: name of the set of levels; None where single levels were asked for.
         clauses: ids of the only clauses or tests to run; the run is partial then.
-        jobs: groups of tests side by side; None for one, or two for a backend that is no accelerator.
+        jobs: groups of tests side by side; None for one, or two for a backend that is no accelerator. On an accelerator those that
+            look at how much of its memory is free run alone.
         time_limit: seconds for each test.
         folder: where the report goes, and where progress is kept; None for neither.
         resume: keep the results that the folder has, if they are of the same backend, tests and seed.
@@ -236,7 +240,9 @@ def _results(
                 progress.result({**by_id[result["id"]], **told})
 
         by_id = {test["id"]: test for test in tests}
-        _run_groups(runner, pending, jobs, done)
+        alone, beside = divided(pending, accelerator=examination.backend["accelerator"])
+        _run_groups(runner, alone, 1, done)
+        _run_groups(runner, beside, jobs, done)
     return [_result(test, found[test["id"]], reproduction(test["id"], settings)) for test in tests]
 
 
@@ -278,6 +284,14 @@ def _group_runner(settings: Settings, examination: Examination, scratch: Path, j
     options = ["--backend", settings.backend, "--device", str(settings.device), "--seed", str(settings.seed)]
     options += ["--explore", str(settings.explore), "--claims", str(claims)]
     return GroupRunner(options, scratch, settings.time_limit, _variables(jobs), start=start)
+
+
+def divided(tests: Sequence[dict[str, Any]], *, accelerator: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the tests that no other may run beside, and the rest, both in their order."""
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for test in tests:
+        parts[not (accelerator and test["node"].startswith(_COUNT_MEMORY))].append(test)
+    return parts
 
 
 def _run_groups(runner: GroupRunner, tests: Sequence[dict[str, Any]], jobs: int, done: Any) -> None:

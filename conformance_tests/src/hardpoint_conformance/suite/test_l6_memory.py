@@ -189,6 +189,9 @@ def test_a_forked_child_is_refused(target: Target, way: str, tmp_path: Path) -> 
     """In a forked child every use of the memory is refused with ForkedProcess, which the child may end with; the parent is unharmed."""
     require(target, way)
     program = """
+    import warnings
+    # Python 3.12 warns of every fork of a process that has several threads, as libraries' are.
+    warnings.simplefilter("ignore", DeprecationWarning)
     block = memory.filled(content(unit), "weights")
     child = os.fork()
     if child == 0:

@@ -92,7 +92,7 @@ def test_the_same_steps_twice(target: Target, model: Model, rng: np.random.Gener
     )
 
 
-@clause("determinism.worker.batch-invariant@1", Level.STRESS, capability="determinism.batch_invariant")
+@clause("determinism.worker.batch-invariant@1", Level.STRESS, capability="determinism.worker.batch_invariant")
 def test_alone_and_in_company(target: Target, model: Model, rng: np.random.Generator) -> None:
     """A sequence's log probabilities are the same bit by bit alone, in a batch, and among others that come and go.
 

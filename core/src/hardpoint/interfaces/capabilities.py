@@ -289,6 +289,8 @@ class Capabilities:
 
     Attributes:
         tensor_parallel: how many ranks may share each layer.
+        determinism: what a whole worker's results repeat, as far as its attention does. Matrix products of a vendor's library are often
+            chosen by the size of a batch: RUN_TO_RUN.
         collectives: names of the collective libraries, best first; with one, layers may be divided into stages.
         notes: human-readable: what was chosen and why, what is missing and why, and what no hardware has shown yet.
     """
@@ -296,6 +298,7 @@ class Capabilities:
     attention: AttentionCapabilities
     memory: MemoryCapabilities = field(default_factory=MemoryCapabilities)
     tensor_parallel: IntSet = field(default_factory=lambda: IntSet.of(1))
+    determinism: Determinism = Determinism.BATCH_INVARIANT
     collectives: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from hardpoint.interfaces.capabilities import (
     AttentionCapabilities,
     Capabilities,
+    Determinism,
     IntSet,
     MemoryCapabilities,
     SleepTier,
@@ -82,6 +83,8 @@ class TorchBuild:
                 sleep_levels=frozenset({0, 1, 2}), tiers=frozenset(SleepTier), elastic=True, torch_pool=scope
             ),
             tensor_parallel=IntSet() if missing else IntSet.between(1, MAX_RANKS if collectives else 1),
+            # Torch's matrix products are the vendor's library's, which chooses kernels by the number of rows.
+            determinism=Determinism.RUN_TO_RUN,
             collectives=collectives,
             notes=tuple(f"no attention: {reason}" for reason in missing)
             or (*attention_notes(), *self._notes(has_collectives)),

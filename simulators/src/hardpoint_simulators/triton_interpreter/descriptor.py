@@ -13,6 +13,7 @@ import pluggy
 from hardpoint.interfaces import (
     BackendDescriptor,
     Capabilities,
+    Determinism,
     Device,
     IntSet,
     MemoryCapabilities,
@@ -77,6 +78,7 @@ def capabilities(device: Device) -> Capabilities:
             elastic=True,
             torch_pool=TorchPoolScope.FACTORY_CALLS,
         ),
+        determinism=Determinism.RUN_TO_RUN,
     )
 
 
