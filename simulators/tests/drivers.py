@@ -82,6 +82,9 @@ class Codes:
     null_argument: int
     already_registered: int
     not_registered: int
+    not_whole: int
+    """A handle is to be mapped in part, or more than it."""
+    access_device: int
 
 
 def device_properties(device: int = 0, **changes: int) -> Properties:
@@ -226,7 +229,7 @@ class Driver:
 
 class Cuda(Driver):
     vendor = "cuda"
-    codes = Codes(1, 1, 2, 101, 700, 400, 3, 1, 712, 713)
+    codes = Codes(1, 1, 2, 101, 700, 400, 3, 1, 712, 713, 801, 1)
     granularity_call = "cuMemGetAllocationGranularity"
     info_call = "cuMemGetInfo_v2"
     stream_create, stream_destroy, stream_synchronize = (
@@ -295,7 +298,7 @@ class Cuda(Driver):
 class Rocm(Driver):
     vendor = "rocm"
     documented = HIP_AS_DOCUMENTED
-    codes = Codes(1, 2, 2, 101, 700, 400, 3, 1, 712, 713)
+    codes = Codes(1, 2, 2, 101, 700, 400, 3, 1, 712, 713, 1, 101)
     granularity_call = "hipMemGetAllocationGranularity"
     info_call = "hipMemGetInfo"
     stream_create, stream_destroy = ("hipStreamCreateWithFlags", 1), "hipStreamDestroy"
@@ -345,7 +348,7 @@ class Rocm(Driver):
 
 class Ascend(Driver):
     vendor = "ascend"
-    codes = Codes(107000, 107000, 207001, 107001, 507053, 107017, 100001, 100000, 507910, 507911)
+    codes = Codes(107000, 107000, 207001, 107001, 507053, 107017, 100001, 100000, 507910, 507911, 107000, 107001)
     granularity_call = "aclrtMemGetAllocationGranularity"
     info_call, info_arguments = "aclrtGetMemInfo", (1,)
     stream_create, stream_destroy = ("aclrtCreateStreamWithConfig", 0), "aclrtDestroyStream"

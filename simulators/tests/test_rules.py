@@ -215,7 +215,7 @@ RULES = [
         "map-offset",
         lambda d, s: d.map(s.free, G, s.handle, offset=G),
         lambda d, s: d.map(s.free, G, s.spare, offset=0),
-        "invalid",
+        "not_whole",
         "offset must be 0",
     ),
     Rule(
@@ -229,7 +229,7 @@ RULES = [
         "map-beyond-the-handle",
         lambda d, s: d.map(s.free, 2 * G, s.spare),
         lambda d, s: d.map(s.free, G, s.spare),
-        "invalid",
+        "not_whole",
         "larger than the physical memory",
     ),
     Rule(
@@ -350,7 +350,7 @@ RULES = [
         "access-device",
         lambda d, s: d.access(s.block, 2 * G, device=1),
         lambda d, s: d.access(s.block, 2 * G, device=0),
-        "invalid_device",
+        "access_device",
         "no device of that number",
     ),
     Rule(

@@ -356,6 +356,12 @@ std::optional<int> DeviceMemory::handle_device(HandleId handle) const {
   return it->second.device;
 }
 
+std::optional<std::size_t> DeviceMemory::handle_size(HandleId handle) const {
+  const auto it = handles_.find(handle);
+  if (it == handles_.end()) return std::nullopt;
+  return it->second.size;
+}
+
 void DeviceMemory::reservation_range(Address address, Address* start, std::size_t* size) const {
   const auto it = reservation_of(address);
   *start = it == reservations_.end() ? 0 : it->first;

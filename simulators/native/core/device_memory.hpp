@@ -75,6 +75,7 @@ class DeviceMemory {
   bool in_allocation(Address address) const;
   std::optional<int> mapped_device(Address address) const;
   std::optional<int> handle_device(HandleId handle) const;
+  std::optional<std::size_t> handle_size(HandleId handle) const;
 
   // The range that an address belongs to; zero size where there is none.
   void reservation_range(Address address, Address* start, std::size_t* size) const;

@@ -127,6 +127,13 @@ CUDA_CALL(cuMemMap)(DevicePointer address, std::size_t size, std::size_t offset,
     if (flags) return machine.violations.note(Result::InvalidValue, "flags must be 0");
     const auto owner = machine.memory.handle_device(handle);
     const Result allowed = owner ? right_context(machine, device, *owner) : Result::Ok;
+    // As a driver for CUDA 13.0 answers on an H200 (misuse/h200-13.0.json).
+    const auto whole = machine.memory.handle_size(handle);
+    if (whole && offset) return machine.violations.note(Result::NotSupported, "offset must be 0");
+    if (whole && size != *whole) {
+      const bool larger = size > *whole;
+      return machine.violations.note(Result::NotSupported, larger ? "larger than the physical memory" : "a part of a handle");
+    }
     return allowed == Result::Ok ? machine.memory.map(address, size, offset, handle) : allowed;
   });
 }
@@ -149,7 +156,7 @@ CUDA_CALL(cuMemSetAccess)(DevicePointer address, std::size_t size, const MemAcce
       const MemAccessDesc& wanted = descriptors[index];
       if (wanted.location.type != kLocationDevice) return violations.note(Result::InvalidValue, "not a device");
       if (!machine.device_exists(wanted.location.id)) {
-        return violations.note(Result::InvalidDevice, "no device of that number");
+        return violations.note(Result::InvalidValue, "no device of that number");
       }
       if (wanted.flags != kAccessNone && wanted.flags != kAccessRead && wanted.flags != kAccessReadWrite) {
         return violations.note(Result::InvalidValue, "unknown access flags");
