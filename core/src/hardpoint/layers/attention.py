@@ -69,7 +69,7 @@ class AttentionOverCache(Layer):
         if self.layer.causal:
             cache = cache[index]
             step.attention.write_kv(index, k, v, cache, metadata)
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape)
         step.attention.forward(index, q, k, v, cache, metadata, out, sinks=sinks)
         return out
 
@@ -123,7 +123,7 @@ class Attention(AttentionOverCache):
         """Write the step's keys and values to the cache, if it has one, attend, and return [T, hidden_size] of x [T, hidden_size]."""
         heads, kv_heads, dim = self.shard.num_heads, self.shard.num_kv_heads, self.shard.head_dim
         qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, dim)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:

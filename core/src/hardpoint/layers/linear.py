@@ -42,6 +42,7 @@ class Linear(Layer):
     ) -> None:
         super().__init__()
         self.activation = activation
+        self._activate, self._known = ACTIVATIONS[activation], KERNEL_ACTIVATIONS.get(activation)
         self._adapters = context.adapters
         self._adapter_weights: AdapterWeights | None = None
         weights = [WeightShard(f"{name}.weight", (size, in_features), columns=columns) for name, size in tensors]
@@ -64,10 +65,9 @@ class Linear(Layer):
         if adapters is not None and weights is not None and adapters.rows is not None:
             product = self.method.multiply(self, x, self.bias)
             adapters.add(product, x, weights)
-            return ACTIVATIONS[self.activation](product)
-        known = KERNEL_ACTIVATIONS.get(self.activation)
-        out = None if known is None else self.method.multiply_activated(self, x, self.bias, known)
-        return ACTIVATIONS[self.activation](self.method.multiply(self, x, self.bias)) if out is None else out
+            return self._activate(product)
+        out = None if self._known is None else self.method.multiply_activated(self, x, self.bias, self._known)
+        return self._activate(self.method.multiply(self, x, self.bias)) if out is None else out
 
     def take_adapters(self, weights: AdapterWeights) -> None:
         """Add from here on what adapters in these slots make of the inputs."""
@@ -120,7 +120,7 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [rows, outputs] of this rank's x [rows, inputs], summed over the ranks."""
         out = super().forward(x)
-        if self._ranks is not None and len(out):
+        if self._ranks is not None and out.shape[0]:
             self._ranks.all_reduce(out)
         return out
 

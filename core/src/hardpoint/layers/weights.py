@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,10 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._stored: dict[str, StoredWeight] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer: without torch's hooks, which nothing here uses, and whose look-ups each call of a step would pay."""
+        return self.forward(*args, **kwargs)
 
     def add_weight(
         self,

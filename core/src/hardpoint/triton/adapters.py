@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hardpoint.triton.dispatch import Launch
 from hardpoint.triton.experts import most_tiles
 from hardpoint.triton.launch import interpreter_is_on
 from hardpoint.triton.tiles import padded
@@ -62,43 +63,43 @@ def expand_constants(rows: int, parts: int, max_rank: int, slots: int) -> dict[s
 
 def add_adapters(out: Tensor, x: Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
     """Do what `KernelSet.add_adapters` says, in two launches, whose grids follow from the numbers of tokens and adapters."""
-    kernels: Any = importlib.import_module("hardpoint.triton.adapter_kernels")
     down, up, parts = weights.down, weights.up, len(weights.spans)
     slots, max_rank, outputs = up.shape
-    groups, tokens = len(rows.slots), len(rows.tokens)
+    groups, tokens = rows.slots.shape[0], rows.tokens.shape[0]
     tiles = most_tiles(tokens, groups, _BLOCK_M)
     sums = torch.empty((tokens, parts, _ranks(max_rank)), dtype=torch.float32, device=x.device)
-    kernels.adapter_shrink[(tiles, parts, _ranks(max_rank) // _BLOCK_R)](
-        x,
-        down,
-        sums,
-        rows.tokens,
-        rows.slots,
-        rows.starts,
-        weights.ranks,
-        weights.scales,
+    _shrink(down.shape[2], parts, max_rank, slots, x.element_size())(
+        (tiles, parts, _ranks(max_rank) // _BLOCK_R),
+        (x, down, sums, rows.tokens, rows.slots, rows.starts, weights.ranks, weights.scales),
         groups,
         x.stride(0),
         down.stride(0),
         weights.ranks.stride(0),
-        **shrink_constants(down.shape[2], parts, max_rank, slots, x.element_size()),
     )
     widest = max(end - first for first, end in weights.spans)
-    kernels.adapter_expand[(tiles, parts, -(-widest // _BLOCK_N))](
-        sums,
-        up,
-        out,
-        rows.tokens,
-        rows.slots,
-        rows.starts,
-        weights.ranks,
-        _spans(weights.spans, x.device),
+    spans = _spans(weights.spans, x.device)
+    _expand(outputs, parts, max_rank, slots)(
+        (tiles, parts, -(-widest // _BLOCK_N)),
+        (sums, up, out, rows.tokens, rows.slots, rows.starts, weights.ranks, spans),
         groups,
         out.stride(0),
         up.stride(0),
         weights.ranks.stride(0),
-        **expand_constants(outputs, parts, max_rank, slots),
     )
+
+
+@cache
+def _shrink(*shape: int) -> Launch:
+    return Launch(_kernels().adapter_shrink, shrink_constants(*shape))
+
+
+@cache
+def _expand(*shape: int) -> Launch:
+    return Launch(_kernels().adapter_expand, expand_constants(*shape))
+
+
+def _kernels() -> Any:
+    return importlib.import_module("hardpoint.triton.adapter_kernels")
 
 
 @cache

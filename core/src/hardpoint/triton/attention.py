@@ -19,7 +19,7 @@ from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import AttentionChoice, attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
-from hardpoint.triton.step import InvalidBatch, Step, StepBuilder
+from hardpoint.triton.step import InvalidBatch, OpenCache, Step, StepBuilder
 from hardpoint.triton.tiles import COPY_WORDS, TileTarget
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TritonAttention(AttentionBackend):
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
         self._choice = choice or attention_choice()
-        self._device = torch.device(device.torch_device)
+        self._device = self._here = torch.device(device.torch_device)
         self._claims = claims or triton_attention_capabilities()
         self._given_target = target
         self._launches: dict[AttentionRequest, Launches] = {}
@@ -105,13 +105,13 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is not written."""
-        spec = metadata.plan.kv_cache
-        self._check_cache(kv_cache, spec, metadata)
-        shape, dtype = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim), metadata.plan.request.dtype.to_torch()
-        self._check_rows("k", k, shape, dtype)
-        self._check_rows("v", v, shape, dtype)
+        launches, spec = self._launches_of(metadata.plan), metadata.plan.kv_cache
+        cache = self._opened(kv_cache, metadata, launches)
+        shape = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim)
+        self._check_rows("k", k, shape, launches.dtype)
+        self._check_rows("v", v, shape, launches.dtype)
         if metadata.num_tokens:
-            self._launches_of(metadata.plan).write_kv(layer, k, v, kv_cache, metadata)
+            launches.write_kv(layer, k, v, cache, metadata)
 
     def forward(
         self,
@@ -129,15 +129,15 @@ class TritonAttention(AttentionBackend):
 
         All keys and values are read from the cache. Rows of tokens that belong to no sequence (padding) are left as they are.
         """
-        plan = metadata.plan
-        numbers = plan.request.layers[layer]
-        self._check_cache(kv_cache, plan.kv_cache, metadata)
-        shape, dtype = (metadata.num_tokens, numbers.num_heads, numbers.head_dim), plan.request.dtype.to_torch()
-        self._check_rows("q", q, shape, dtype)
-        self._check_rows("out", out, shape, dtype)
+        launches, numbers = self._launches_of(metadata.plan), metadata.plan.request.layers[layer]
+        cache = self._opened(kv_cache, metadata, launches)
+        shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
+        self._check_rows("q", q, shape, launches.dtype)
+        self._check_rows("out", out, shape, launches.dtype)
         _check_per_head("sinks", sinks, numbers.sinks, numbers)
         _check_per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers)
-        self._launches_of(plan).forward(layer, q, kv_cache, metadata, out, sinks, alibi_slopes)
+        metadata.cache = None  # nothing of the step outlives the cache
+        launches.forward(layer, q, cache, metadata, out, sinks, alibi_slopes)
 
     def copy_blocks(self, kv_cache: Tensor, pairs: Int32Array) -> None:
         """Copy whole blocks in all layers; raises InvalidBatch, with nothing copied, for a block outside.
@@ -200,15 +200,22 @@ class TritonAttention(AttentionBackend):
         self._recent = [(plan, found), *self._recent[: _MAX_RECENT - 1]]
         return found
 
-    def _check_cache(self, kv_cache: Tensor, spec: KVCacheSpec, step: Step) -> None:
-        shape = kv_cache.shape
+    def _opened(self, kv_cache: Tensor, step: Step, launches: Launches) -> OpenCache:
+        """Return a layer's cache as its kernels take it; raises InvalidBatch for one that is not the plan's, or too small for the step."""
+        cache = step.cache
+        if cache is None or cache.whole is not kv_cache:
+            self._check_cache(kv_cache, step, launches)
+            cache = step.cache = launches.opened(kv_cache)
+        return cache
+
+    def _check_cache(self, kv_cache: Tensor, step: Step, launches: Launches) -> None:
+        spec, shape = step.plan.kv_cache, kv_cache.shape
         if (
             len(shape) != 5
-            or shape[0] != 2
-            or shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
+            or shape != (2, shape[1], spec.num_kv_heads, spec.block_size, spec.head_dim)
             or not kv_cache.is_contiguous()
-            or kv_cache.dtype is not spec.dtype.to_torch()
-            or kv_cache.device.type != self._device.type
+            or kv_cache.dtype is not launches.kv_dtype
+            or not self._is_here(kv_cache)
         ):
             expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"
             raise InvalidBatch(
@@ -220,11 +227,18 @@ class TritonAttention(AttentionBackend):
 
     def _check_rows(self, name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
-        if tensor.shape != shape or tensor.dtype is not dtype or not inner or tensor.device.type != self._device.type:
+        if tensor.shape != shape or tensor.dtype is not dtype or not inner or not self._is_here(tensor):
             raise InvalidBatch(
                 f"{name} is [tokens, heads, dim] = {list(shape)} of {dtype}, heads and dims contiguous, on {self._device}",
                 found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
             )
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on a device of the attention's type."""
+        device = tensor.device
+        if device != self._here and device.type == self._device.type:
+            self._here = device  # its index may differ; the name of its type takes torch longer than all other checks
+        return device == self._here
 
 
 def _check_per_head(name: str, tensor: Tensor | None, wanted: bool, layer: AttentionLayer) -> None:

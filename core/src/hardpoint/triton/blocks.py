@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from hardpoint.interfaces.blocks import BlockFormat
 from hardpoint.interfaces.errors import HardpointError
 from hardpoint.interfaces.kernels import LinearProgram, LinearRequest
+from hardpoint.triton.dispatch import Launch
 from hardpoint.triton.launch import interpreter_is_on
 
 if TYPE_CHECKING:
@@ -116,11 +118,16 @@ class TritonBlockLinear(LinearProgram):
         self._format, self._layout = request.blocks, LAYOUTS[request.blocks]
         self._dtype = request.dtype.to_torch()
         self._sections = self._layout.sections(request.rows, request.columns)
-        self._kernels: Any = importlib.import_module("hardpoint.triton.block_kernels")
+        self._sizes = [_aligned(dtype.itemsize * prod(shape)) for dtype, shape in self._sections.values()]
+        kernels: Any = importlib.import_module("hardpoint.triton.block_kernels")
+        self._product = cache(
+            lambda tokens, biased: Launch(kernels.block_product, product_constants(request, tokens, biased=biased))
+        )
+        self._sum = cache(lambda biased: Launch(kernels.sum_splits, sum_constants(request, biased=biased)))
 
     def weight_shape(self) -> tuple[int, ...]:
         """Return [1, bytes of all parts]."""
-        return 1, sum(_aligned(dtype.itemsize * prod(shape)) for dtype, shape in self._sections.values())
+        return 1, sum(self._sizes)
 
     def write(self, stored: Tensor, row: int, values: Tensor) -> None:
         """Repack rows of blocks from `row` on; raises InvalidBlocks."""
@@ -139,18 +146,19 @@ class TritonBlockLinear(LinearProgram):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ weight.T + bias`; raises InvalidBlocks for tensors that are not as the request said."""
         asked = self._request
-        if x.shape[-1] != asked.columns or x.dtype is not self._dtype or tuple(weight.shape) != self.weight_shape():
+        shape = x.shape
+        if shape[-1] != asked.columns or x.dtype is not self._dtype or weight.shape != self.weight_shape():
             raise InvalidBlocks(
                 f"x is [..., {asked.columns}] of {self._dtype}, the stored weight {list(self.weight_shape())}",
                 found=f"x {list(x.shape)} of {x.dtype}, weight {list(weight.shape)}",
             )
         rows = x.reshape(-1, asked.columns)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        tokens = len(rows)
-        out = torch.empty((tokens, asked.rows), dtype=x.dtype, device=x.device)
+        tokens = rows.shape[0]
+        out = x.new_empty(tokens, asked.rows)
         if tokens:
             self._launch(rows, weight, bias, out)
-        return out.view(*x.shape[:-1], asked.rows)
+        return out if len(shape) == 2 else out.view(*shape[:-1], asked.rows)
 
     def gather(self, weight: Tensor, rows: Tensor) -> Tensor:
         """Return rows of the weight, expanded, [n, columns]."""
@@ -176,42 +184,39 @@ class TritonBlockLinear(LinearProgram):
         return numbers.transpose(0, 1).reshape(len(rows), -1).to(self._dtype)
 
     def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        asked, parts, tokens = self._request, self._parts(weight), len(x)
-        constants = product_constants(asked, tokens, biased=bias is not None)
+        asked, tokens = self._request, x.shape[0]
+        # Kernels take where a part begins and its dtype, and know its shape.
+        memory = weight.split_with_sizes(self._sizes, 1)
+        parts = {
+            name: part.view(dtype) for part, (name, (dtype, _)) in zip(memory, self._sections.items(), strict=True)
+        }
+        # What is compiled in depends on whether there are many.
+        product = self._product(min(tokens, _MANY_TOKENS) // _MANY_TOKENS * _MANY_TOKENS, bias is not None)
+        constants = product.constants
         splits, shared = constants["SPLITS"], constants["SHARED"]
-        padded = parts["numbers"].shape[1]
+        numbers = parts["numbers"]
         sums = out
         if shared:
             sums = torch.empty((splits, tokens, asked.rows), dtype=torch.float32, device=x.device)
         tiles = -(-tokens // (_TILE_M * constants["TILES"]))
         # A part that the format has not is not read, but the kernel takes a tensor.
-        missing = parts["numbers"]
+        factors, lowers, offsets = (parts.get(name, numbers) for name in ("factors", "lowers", "offsets"))
         added = out if bias is None else bias
-        self._kernels.block_product[(padded // constants["BLOCK_N"], splits if shared else 1, tiles)](
-            x,
-            parts["numbers"],
-            parts.get("factors", missing),
-            parts.get("lowers", missing),
-            parts["block_scales"],
-            parts.get("offsets", missing),
-            added,
-            out,
-            sums,
+        product(
+            (constants["ROWS_PAD"] // constants["BLOCK_N"], splits if shared else 1, tiles),
+            (x, numbers, factors, lowers, parts["block_scales"], offsets, added, out, sums),
             x.stride(0),
             tokens,
-            **constants,
         )
         if shared:
-            constants = sum_constants(asked, biased=bias is not None)
-            grid = (-(-asked.rows // constants["BLOCK"]), tokens)
-            self._kernels.sum_splits[grid](sums, added, out, tokens, **constants)
+            launch = self._sum(bias is not None)
+            launch((-(-asked.rows // launch.constants["BLOCK"]), tokens, 1), (sums, added, out), tokens)
 
     def _parts(self, stored: Tensor) -> dict[str, Tensor]:
         memory, found, begin = stored.view(-1), {}, 0
-        for name, (dtype, shape) in self._sections.items():
-            size = dtype.itemsize * prod(shape)
-            found[name] = memory[begin : begin + size].view(dtype).view(shape)
-            begin += _aligned(size)
+        for size, (name, (dtype, shape)) in zip(self._sizes, self._sections.items(), strict=True):
+            found[name] = memory[begin : begin + dtype.itemsize * prod(shape)].view(dtype).view(shape)
+            begin += size
         return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hardpoint.interfaces.kernels import ExpertsProgram, ExpertsRequest
+from hardpoint.triton.dispatch import Launch
 from hardpoint.triton.launch import interpreter_is_on
 from hardpoint.triton.operators import ACTIVATIONS
 from hardpoint.triton.tiles import padded
@@ -120,7 +122,12 @@ class TritonExperts(ExpertsProgram):
 
     def __init__(self, request: ExpertsRequest) -> None:
         super().__init__(request)
-        self._kernels: Any = importlib.import_module("hardpoint.triton.expert_kernels")
+        kernels: Any = importlib.import_module("hardpoint.triton.expert_kernels")
+        self._route = Launch(kernels.route, route_constants(request))
+        self._sort = cache(lambda size: Launch(kernels.sort_rows, sort_constants(request.num_experts, size)))
+        self._gate_up = cache(lambda *how: Launch(kernels.expert_gate_up, gate_up_constants(request, *how)))
+        self._down = cache(lambda *how: Launch(kernels.expert_down, down_constants(request, *how)))
+        self._sum = Launch(kernels.sum_rows, sum_constants(request))
 
     def run(
         self,
@@ -131,9 +138,10 @@ class TritonExperts(ExpertsProgram):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> Tensor:
-        asked, kernels = self._request, self._kernels
-        tokens, rows = len(x), len(x) * asked.top_k
-        out = torch.empty((tokens, asked.hidden_size), dtype=x.dtype, device=x.device)
+        asked = self._request
+        tokens = x.shape[0]
+        rows = tokens * asked.top_k
+        out = x.new_empty(tokens, asked.hidden_size)
         if not tokens:
             return out
         tiles = expert_tiles(rows, asked.num_experts, x.element_size())
@@ -144,35 +152,23 @@ class TritonExperts(ExpertsProgram):
 
         chosen, sorted_rows, tile_experts = integers(rows), integers(count * tiles.block_m), integers(count)
         shares = torch.empty(rows, dtype=torch.float32, device=x.device)
-        kernels.route[(tokens,)](logits, chosen, shares, logits.stride(0), **route_constants(asked))
-        kernels.sort_rows[(asked.num_experts,)](
-            chosen, sorted_rows, tile_experts, rows, count, **sort_constants(asked.num_experts, tiles.block_m)
-        )
-        inner = torch.empty((rows, asked.intermediate_size), dtype=x.dtype, device=x.device)
-        kernels.expert_gate_up[(-(-asked.intermediate_size // tiles.block_n), count)](
-            x,
-            gate_up,
-            # Without a bias the kernel reads none, but takes a tensor.
-            gate_up if gate_up_bias is None else gate_up_bias,
-            inner,
-            sorted_rows,
-            tile_experts,
+        self._route((tokens, 1, 1), (logits, chosen, shares), logits.stride(0))
+        self._sort(tiles.block_m)((asked.num_experts, 1, 1), (chosen, sorted_rows, tile_experts), rows, count)
+        inner = x.new_empty(rows, asked.intermediate_size)
+        # Without a bias the kernels read none, but take a tensor.
+        bias = gate_up if gate_up_bias is None else gate_up_bias
+        self._gate_up(tiles, gate_up_bias is not None)(
+            (-(-asked.intermediate_size // tiles.block_n), count, 1),
+            (x, gate_up, bias, inner, sorted_rows, tile_experts),
             x.stride(0),
             rows,
-            **gate_up_constants(asked, tiles, gate_up_bias is not None),
         )
-        parts = torch.empty((rows, asked.hidden_size), dtype=x.dtype, device=x.device)
-        kernels.expert_down[(-(-asked.hidden_size // tiles.block_n), count)](
-            inner,
-            down,
-            down if down_bias is None else down_bias,
-            shares,
-            parts,
-            sorted_rows,
-            tile_experts,
+        parts = x.new_empty(rows, asked.hidden_size)
+        bias = down if down_bias is None else down_bias
+        self._down(tiles, down_bias is not None)(
+            (-(-asked.hidden_size // tiles.block_n), count, 1),
+            (inner, down, bias, shares, parts, sorted_rows, tile_experts),
             rows,
-            **down_constants(asked, tiles, down_bias is not None),
         )
-        constants = sum_constants(asked)
-        kernels.sum_rows[(tokens, -(-asked.hidden_size // constants["BLOCK"]))](parts, out, **constants)
+        self._sum((tokens, -(-asked.hidden_size // self._sum.constants["BLOCK"]), 1), (parts, out))
         return out

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hardpoint.triton.step import Geometry, Step, StepBuilder
+from hardpoint.triton.dispatch import Launch
+from hardpoint.triton.step import Geometry, OpenCache, Step, StepBuilder
 from hardpoint.triton.tiles import (
     PROGRAMS_PER_UNIT,
     SPLIT_KEYS,
@@ -137,20 +138,48 @@ class _Numbers:
         )
 
 
+@dataclass(frozen=True)
+class _LayerLaunches:
+    """A layer's kernels with their compile-time arguments."""
+
+    write: Launch
+    decode: Launch
+    merge: Launch
+    prefill: Launch
+
+    @classmethod
+    def of(cls, kernels: Any, constants: KernelConstants) -> _LayerLaunches:
+        return cls(
+            write=Launch(kernels.write_kv, constants.write),
+            decode=Launch(kernels.decode, constants.decode),
+            merge=Launch(kernels.merge, constants.merge),
+            prefill=Launch(kernels.prefill, constants.prefill),
+        )
+
+
 class Launches:
-    """Launches the kernels of one plan's layers."""
+    """Launches the kernels of one plan's layers.
+
+    Attributes:
+        dtype: of queries, keys, values and results.
+        kv_dtype: of the cache.
+    """
 
     def __init__(self, plan: AttentionPlan, target: TileTarget, device: torch.device) -> None:
         from hardpoint.triton import kernels
 
-        self._kernels = kernels
         request = plan.request
         self._target = target
         self._device = device
         self._spec = plan.kv_cache
-        kinds = {layer: KernelConstants.of(request, layer, plan.block_size, target) for layer in set(request.layers)}
-        self._constants = [kinds[layer] for layer in request.layers]
-        self._numbers = [_Numbers.of(layer, kinds[layer].decode["KV_FORMAT"]) for layer in request.layers]
+        self._format = kv_format(request, target)
+        self.dtype, self.kv_dtype = request.dtype.to_torch(), plan.kv_cache.dtype.to_torch()
+        kinds = {
+            layer: _LayerLaunches.of(kernels, KernelConstants.of(request, layer, plan.block_size, target))
+            for layer in set(request.layers)
+        }
+        self._layers = [kinds[layer] for layer in request.layers]
+        self._numbers = [_Numbers.of(layer, self._format) for layer in request.layers]
         # A grid's limit in its first dimension.
         programs = target.units * PROGRAMS_PER_UNIT if target.persistent else 2**31 - 1
         self._geometry = Geometry.of(plan, split_rule(request, target), tiles_of(request, target)[1].block_m, programs)
@@ -164,58 +193,51 @@ class Launches:
             self._builder = StepBuilder(plan, self._geometry, self._device, self._target.caches_scalars)
         return self._builder
 
-    def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, step: Step) -> None:
+    def opened(self, kv_cache: Tensor) -> OpenCache:
+        """Return a layer's cache as its kernels take it."""
+        written = kv_cache if self._format == "same" else kv_cache.view(torch.uint8)
+        read = written if self._format == "bits" else kv_cache
+        # Keys come first, so that where they begin is where the cache does.
+        values = written[1]
+        return OpenCache(kv_cache, (written, values), (read, values if read is written else read[1]))
+
+    def write_kv(self, layer: int, k: Tensor, v: Tensor, cache: OpenCache, step: Step) -> None:
         """Launch the kernel that writes keys and values to their slots."""
-        constants, numbers = self._constants[layer].write, self._numbers[layer]
-        keys, values = (kv_cache.view(torch.uint8) if constants["KV_FORMAT"] != "same" else kv_cache).unbind(0)
-        grid = (-(-step.num_tokens // constants["TOKENS"]), self._spec.num_kv_heads)
-        self._kernels.write_kv[grid](
-            k,
-            v,
-            keys,
-            values,
-            step.slots,
+        launch, numbers = self._layers[layer].write, self._numbers[layer]
+        launch(
+            (-(-step.num_tokens // launch.constants["TOKENS"]), self._spec.num_kv_heads, 1),
+            (k, v, *cache.written, step.slots),
             step.num_tokens,
             k.stride(0),
             v.stride(0),
             self._block_stride,
             numbers.key_factor,
             numbers.value_factor,
-            **constants,
         )
 
     def forward(
         self,
         layer: int,
         q: Tensor,
-        kv_cache: Tensor,
+        cache: OpenCache,
         step: Step,
         out: Tensor,
         sinks: Tensor | None,
         slopes: Tensor | None,
     ) -> None:
         """Launch the kernels of a layer's attention: decodes, their merge, and the rest, as far as the step has them."""
-        constants, numbers, kv_heads = self._constants[layer], self._numbers[layer], self._spec.num_kv_heads
-        keys, values = (kv_cache.view(torch.uint8) if constants.decode["KV_FORMAT"] == "bits" else kv_cache).unbind(0)
+        launches, numbers, kv_heads = self._layers[layer], self._numbers[layer], self._spec.num_kv_heads
         sinks = self._no_numbers if sinks is None else sinks
         slopes = self._no_numbers if slopes is None else slopes
-        partials = step.partials
+        partials, q_stride, out_stride = step.partials, q.stride(0), out.stride(0)
+        header, contexts = step.header, step.contexts
         if step.programs:
-            self._kernels.decode[(step.programs,)](
-                q,
-                keys,
-                values,
-                out,
-                step.header,
-                step.contexts,
-                step.items,
-                step.tables,
-                partials.values,
-                partials.state,
-                sinks,
-                slopes,
-                q.stride(0),
-                out.stride(0),
+            held = (partials.values, partials.state)
+            launches.decode(
+                (step.programs, 1, 1),
+                (q, *cache.read, out, header, contexts, step.items, step.tables, *held, sinks, slopes),
+                q_stride,
+                out_stride,
                 self._block_stride,
                 kv_heads,
                 partials.splits,
@@ -223,44 +245,29 @@ class Launches:
                 numbers.cap,
                 numbers.value_scale,
                 numbers.window,
-                **constants.decode,
             )
         if step.programs and partials.splits:
             heads = numbers.group * kv_heads
-            self._kernels.merge[(step.num_decodes, heads, -(-self._spec.head_dim // _MERGE_DIM))](
-                out,
-                step.contexts,
-                partials.values,
-                partials.state,
-                sinks,
-                out.stride(0),
+            launches.merge(
+                (step.num_decodes, heads, -(-self._spec.head_dim // _MERGE_DIM)),
+                (out, contexts, partials.values, partials.state, sinks),
+                out_stride,
                 heads,
                 partials.splits,
                 numbers.value_scale,
                 numbers.window,
-                **constants.merge,
             )
         items = step.prefills.get(numbers.group)
         if items is not None:
-            self._kernels.prefill[(items.numel() // 2 * kv_heads,)](
-                q,
-                keys,
-                values,
-                out,
-                step.header,
-                step.contexts,
-                step.starts,
-                items,
-                step.tables,
-                sinks,
-                slopes,
-                q.stride(0),
-                out.stride(0),
+            launches.prefill(
+                (items.numel() // 2 * kv_heads, 1, 1),
+                (q, *cache.read, out, header, contexts, step.starts, items, step.tables, sinks, slopes),
+                q_stride,
+                out_stride,
                 self._block_stride,
                 kv_heads,
                 numbers.scale,
                 numbers.cap,
                 numbers.value_scale,
                 numbers.window,
-                **constants.prefill,
             )

@@ -7,6 +7,7 @@ Other matrix products and the argmax are torch's, whose libraries have the best 
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from hardpoint.interfaces.kernels import (
     LinearProgram,
     LinearRequest,
 )
+from hardpoint.triton.dispatch import Launch
 from hardpoint.triton.tiles import padded
 
 if TYPE_CHECKING:
@@ -54,56 +56,51 @@ class TritonKernels(KernelSet):
                 f"operators in Triton were asked for on '{device.name}'",
                 ["the package triton is not installed (it comes with `pip install 'hardpoint[triton]'`)"],
             )
-        self._kernels: Any = importlib.import_module("hardpoint.triton.row_kernels")
-        self._sampling: Any = importlib.import_module("hardpoint.triton.sampling_kernels")
+        rows: Any = importlib.import_module("hardpoint.triton.row_kernels")
+        sampling: Any = importlib.import_module("hardpoint.triton.sampling_kernels")
+        self._rms_norm = cache(lambda width: Launch(rows.rms_norm, norm_constants(width)))
+        self._add_rms_norm = cache(lambda width: Launch(rows.add_rms_norm, norm_constants(width)))
+        self._rotary = cache(lambda *shape: Launch(rows.rotary, rotary_constants(*shape)))
+        self._gated = cache(lambda *what: Launch(rows.gated_activation, activation_constants(*what)))
+        self._sample = cache(lambda width: Launch(sampling.sample, sampling_constants(width)))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm over the last axis of x, which has two or three axes, computed in float32, in x's dtype."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        width, inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
-        rows = prod(x.shape[:-1])
+        shape = x.shape
+        out = x.new_empty(*shape)
+        rows, width = prod(shape[:-1]), shape[-1]
         if rows:
-            self._kernels.rms_norm[(rows,)](
-                x, weight, out, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, **norm_constants(width)
-            )
+            outer, inner, count = (*x.stride()[:2], shape[1]) if len(shape) == 3 else (x.stride(0), 0, 1)
+            self._rms_norm(width)((rows, 1, 1), (x, weight, out), eps, outer, inner, count)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x [rows, width] to `residual` in place, and return RMSNorm of the sum as it was rounded."""
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if len(x):
-            self._kernels.add_rms_norm[(len(x),)](
-                x, residual, weight, out, eps, x.stride(0), residual.stride(0), **norm_constants(x.shape[-1])
-            )
+        rows, width = x.shape
+        out = x.new_empty(rows, width)
+        if rows:
+            tensors = (x, residual, weight, out)
+            self._add_rms_norm(width)((rows, 1, 1), tensors, eps, x.stride(0), residual.stride(0))
         return out
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate q [T, heads, dim] and k [T, kv_heads, dim] in place (halves); cos, sin float32[max, rotary_dim / 2]."""
-        if not len(q):
+        tokens, q_heads, _ = q.shape
+        if not tokens:
             return
-        constants = rotary_constants(q.shape[1], k.shape[1], cos.shape[1])
-        heads = constants["HEADS"]
-        self._kernels.rotary[(len(q), -(-q.shape[1] // heads) + -(-k.shape[1] // heads))](
-            q,
-            k,
-            positions,
-            cos,
-            sin,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            **constants,
-        )
+        k_heads = k.shape[1]
+        launch = self._rotary(q_heads, k_heads, cos.shape[1])
+        heads = launch.constants["HEADS"]
+        grid = (tokens, -(-q_heads // heads) + -(-k_heads // heads), 1)
+        launch(grid, (q, k, positions, cos, sin), *q.stride()[:2], *k.stride()[:2])
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return the activation of the gates x[:, :n] and x[:, n:], of x [rows, 2n]."""
         rows, width = x.shape[0], x.shape[1] // 2
-        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+        out = x.new_empty(rows, width)
         if rows:
-            constants = activation_constants(width, activation)
-            grid = (rows, -(-width // constants["BLOCK"]))
-            self._kernels.gated_activation[grid](x, out, x.stride(0), **constants)
+            launch = self._gated(width, activation)
+            launch((rows, -(-width // launch.constants["BLOCK"]), 1), (x, out), x.stride(0))
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -115,20 +112,22 @@ class TritonKernels(KernelSet):
         rows, width = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         if rows:
-            self._sampling.sample[(rows,)](
-                logits,
-                step,
-                tables.parameters,
-                tables.masks,
-                tables.biases,
-                tables.history,
-                tables.last_tokens,
-                tokens,
+            self._sample(width)(
+                (rows, 1, 1),
+                (
+                    logits,
+                    step,
+                    tables.parameters,
+                    tables.masks,
+                    tables.biases,
+                    tables.history,
+                    tables.last_tokens,
+                    tokens,
+                ),
                 logits.stride(0),
                 rows,
                 width,
                 -(-width // 32),
-                **sampling_constants(width),
             )
         return tokens
 

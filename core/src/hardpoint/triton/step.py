@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.batch import Int32Array, StepBatch
 
 _HEADER = 8
+_INT32_MAX = 2**31 - 1
 _ALIGNMENT = 4
 """Arrays begin at multiples of 16 bytes: Triton compiles other code for pointers that do not."""
 
@@ -71,8 +72,10 @@ class Geometry:
 
     def splits(self, contexts: Int32Array) -> Int32Array:
         """Return into how many parts each context is split, the most of all layers: one list of items serves them all."""
-        counts: Int32Array = np.max([self.rule.splits(contexts, window) for window in self.windows], 0)
-        return counts
+        most = self.rule.splits(contexts, self.windows[0])
+        for window in self.windows[1:]:
+            most = np.maximum(most, self.rule.splits(contexts, window))
+        return most
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,20 @@ class Partials:
 
 
 @dataclass(frozen=True)
+class OpenCache:
+    """A layer's cache, checked, as its kernels take it.
+
+    Attributes:
+        whole: the cache.
+        written, read: keys and values, in the dtype that kernels write and read them in.
+    """
+
+    whole: Tensor
+    written: tuple[Tensor, Tensor]
+    read: tuple[Tensor, Tensor]
+
+
+@dataclass
 class Step:
     """Metadata of one step.
 
@@ -107,6 +124,7 @@ class Step:
         programs: of the decode kernel; 0 for no decode.
         prefills: by group size, int32[items, 2] on the device.
         header, slots, contexts, starts, items, tables: as the kernels take them.
+        cache: of the layer whose keys and values were written, and whose attention is next.
     """
 
     plan: AttentionPlan
@@ -122,6 +140,7 @@ class Step:
     items: Tensor
     tables: Tensor
     partials: Partials
+    cache: OpenCache | None = None
 
 
 class StepBuilder:
@@ -144,6 +163,7 @@ class StepBuilder:
         self._reserved = 0
         self._kernel_writes = kernel_writes
         self._static: Tensor | None = None
+        self._static_parts: list[Tensor] = []
         self._static_partials = self._nothing
 
     @property
@@ -156,8 +176,9 @@ class StepBuilder:
         geometry = self._geometry
         most = geometry.rule.most(self._plan.request.max_context)
         sizes = [_HEADER, max_num_seqs, max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs * most]
-        end = _places([*sizes, max_num_seqs * geometry.max_blocks])[-1]
-        self._static = torch.zeros(end, dtype=torch.int32, device=self._device)
+        places = _places([*sizes, max_num_seqs * geometry.max_blocks])
+        self._static = torch.zeros(places[-1], dtype=torch.int32, device=self._device)
+        self._static_parts = [self._static[place:] for place in places[:-1]]
         self._static_partials = Partials.room(geometry, max_num_seqs, most if most > 1 else 0, self._device)
         self._reserved = max_num_seqs
 
@@ -178,22 +199,26 @@ class StepBuilder:
         places = _places([*sizes, tables.size])
         # A pinned buffer goes back to torch's host allocator, which does not give it away before the transfer is done.
         host = torch.empty(places[-1], dtype=torch.int32, pin_memory=self._device.type != "cpu")
-        header = np.array([len(items), tables.shape[1]], np.int32)
-        slots, lengths = batch.slot_mapping, contexts
-        if static:
-            slots = np.pad(slots, (0, self._reserved - tokens), constant_values=-1)
-            lengths = np.pad(lengths, (0, self._reserved - seqs))
         view = host.numpy()
+        view[0], view[1] = len(items), tables.shape[1]
         for place, part in zip(
-            places, [header, slots, lengths, batch.query_start, items, *prefills.values(), tables], strict=False
+            places[1:],
+            [batch.slot_mapping, contexts, batch.query_start, items, *prefills.values(), tables],
+            strict=False,
         ):
             view[place : place + part.size] = part.ravel()
-        device = self._static if static and self._static is not None else torch.empty_like(host, device=self._device)
-        if static and self._kernel_writes:
-            torch.add(host.to(self._device, non_blocking=True), 0, out=device[: len(host)])
+        if static:
+            view[places[1] + tokens : places[1] + self._reserved] = -1
+            view[places[2] + seqs : places[2] + self._reserved] = 0
+        if self._static is None or not static:
+            device = host.to(self._device, non_blocking=True, copy=True)
+            parts = [device[place:] for place in places[:-1]]
         else:
-            device[: len(host)].copy_(host, non_blocking=True)
-        parts = [device[place:] for place in places[:-1]]
+            device, parts = self._static[: places[-1]], self._static_parts
+            if self._kernel_writes:
+                torch.add(host.to(self._device, non_blocking=True), 0, out=device)
+            else:
+                device.copy_(host, non_blocking=True)
         if static:
             decodes, partials = seqs, self._static_partials
             programs = seqs * self._static_splits * geometry.kv_heads
@@ -242,8 +267,9 @@ class StepBuilder:
             raise InvalidBatch(f"the block table has {len(table)} rows", found=f"rows {batch.rows.tolist()}")
         rows = table[batch.rows, :width]
         blocks = np.where(np.arange(width) < used[:, None], rows, 0)
-        highest = int(blocks.max(initial=0))
-        if int(blocks.min(initial=0)) < 0:
+        # Read without a sign, negative numbers are the highest.
+        highest = int(blocks.view(np.uint32).max(initial=0))
+        if highest > _INT32_MAX:
             raise InvalidBatch("blocks are numbered from 0", found=f"block {int(blocks.min())} in the block table")
         slot = int(batch.slot_mapping.max(initial=0))
         return rows, max(highest, slot // self._geometry.block_size)
@@ -270,7 +296,7 @@ def _checked(batch: StepBatch) -> Int32Array:
             )
     if batch.block_table.ndim != 2:
         raise InvalidBatch("a block table has two dimensions", found=f"shape {batch.block_table.shape}")
-    queries: Int32Array = np.diff(batch.query_start)
+    queries = batch.query_start[1:] - batch.query_start[:-1]
     decodes = batch.num_decodes
     if batch.query_start[0] != 0 or batch.query_start[-1] > tokens or (queries < 0).any():
         raise InvalidBatch(f"queries begin at rising tokens from 0 to {tokens}", found=f"{batch.query_start.tolist()}")

@@ -35,10 +35,11 @@ class SplitRule:
             contexts: int32[n], keys; 0 has no part.
             window: keys that are visible; None for all.
         """
-        hidden = np.maximum(contexts - window, 0) if window is not None else np.zeros_like(contexts)
-        tiles = -(-contexts // self.block_n) - hidden // self.block_n
+        tiles = -(-contexts // self.block_n)
+        if window is not None:
+            tiles = tiles - np.maximum(contexts - window, 0) // self.block_n
         length = np.maximum(-(-tiles // self.max_splits), self.min_tiles)
-        return (-(-tiles // length)).astype(np.int32)
+        return (-(-tiles // length)).astype(np.int32, copy=False)
 
     def most(self, max_context: int) -> int:
         """Return into how many parts any context up to this length is split at most; a longer one may have fewer parts than a shorter."""

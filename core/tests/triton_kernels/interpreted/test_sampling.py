@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,49 @@ def test_tokens_are_those_of_the_definition(
             assert found.token_ids[row] == expected, MIXED[row]
             output.append(expected)
     assert sampler.last_tokens(rows).tolist() == [output[-1] for output in outputs]
+
+
+EDGES: dict[str, list[float]] = {
+    "one token": [3.0],
+    "two tokens": [-1.0, 2.0],
+    "all equal": [2.5] * 67,
+    "all zero, of both signs": [0.0, -0.0] * 33,
+    "around zero": [0.0, -0.0, 1e-38, -1e-38, 1e-3, -1e-3, -0.0, 0.0] * 9,
+    "one allowed": [-np.inf] * 40 + [-7.0] + [-np.inf] * 27,
+    "two allowed": [-np.inf] * 5 + [1.0] + [-np.inf] * 60 + [1.25],
+    "far apart": [-3e38, 3e38, 0.0, 1.0, -1.0] * 13,
+    "all low": [-3e38, -2.9e38, -3.1e38] * 22,
+    "neighbouring numbers": [float(np.float32(5) + np.float32(i % 7) * np.float32(2**-21)) for i in range(70)],
+    "two values": [1.0, 1.0, -1.0] * 23,
+    "steps": [i / 8 for i in range(65)],
+    "tiny beside large": [1e-30 * i for i in range(64)] + [8.0],
+    "banned by a bias": [-1e9 if i % 3 else 0.1 * i for i in range(70)],
+}
+
+
+@pytest.mark.parametrize("logits", EDGES.values(), ids=EDGES)
+def test_the_search_for_a_bound_ends_at_the_definition(logits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 32 logits: ties lie on both sides of a block's end, and the last block is not full."""
+    monkeypatch.setattr(operators, "_SAMPLING_BLOCK", 32)
+    width = len(logits)
+    params = [
+        SamplingParams(seed=seed, top_k=min(top_k, width), top_p=top_p, min_p=min_p, temperature=temperature)
+        for seed, (top_k, top_p, min_p, temperature) in enumerate(
+            [
+                *product((0, 1, 3, width - 1, width), (1.0, 0.6), (0.0,), (1.0,)),
+                *product((0, 5), (0.9, 2.0**-24), (0.0,), (1e-4, 1e3, 1e38)),
+                (0, 1 - 2.0**-24, 0.3, 1.0),
+            ]
+        )
+    ]
+    sequences = [replace(one.to_sequence_sampling(0, (0,), 0, 0, []), state_row=row) for row, one in enumerate(params)]
+    sampler = Sampler(width, kernels=TritonKernels(Device("any", 0, "the host", "cpu")))
+    sampler.set_rows(sequences)
+    row, rows = np.array(logits, np.float32), np.arange(len(params), dtype=np.int32)
+    for count in range(2):
+        found = sampler.sample(torch.from_numpy(row).repeat(len(params), 1), rows, np.full_like(rows, count)).collect()
+        for one, token in zip(sequences, found.token_ids, strict=True):
+            assert token == reference.sample_row(row, one, [0] * count), one
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
