@@ -206,7 +206,7 @@ def verdicts(
         mine, (peer, theirs) = rate(answers, ours, case), best_peer(answers, case)
         metric = f"{case.name}, tokens/s"
         if case.decodes:
-            at_limit = roofline(answers[ours], case, decoder, limits["copy_bytes_per_s"])
+            at_limit = roofline(answers.get(ours, {"cases": {}}), case, decoder, limits["copy_bytes_per_s"])
             add(metric, mine, at_limit, "roofline of copies", ROOFLINE_BARS.get(case.prompts))
             add(metric, mine, theirs, peer, PEER_BARS.get(case.prompts))
         else:
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case, after one that is not counted")
     parser.add_argument("--seconds", type=float, default=400.0, help="for everything; what does not fit is left out")
-    parser.add_argument("--systems", help="names, comma-separated; by default all")
+    parser.add_argument("--system", action="append", help="one of the systems; can be repeated; by default all")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few cases; the figures mean nothing")
     parser.add_argument("--json", type=Path, help="write results here")
     arguments = parser.parse_args()
@@ -286,9 +286,11 @@ def main() -> None:
 
     name = "tiny" if arguments.quick else "qwen3-0.6b"
     decoder, cases, systems = DECODERS[name], cases_of(arguments.quick), systems_of(torch_device)
-    if arguments.systems:
-        wanted = arguments.systems.split(",")
-        systems = [system for system in systems if system.name in wanted]
+    if arguments.system:
+        names = [system.name for system in systems]
+        if unknown := set(arguments.system) - set(names):
+            parser.error(f"no system is called {', '.join(sorted(unknown))}; there are: {'; '.join(names)}")
+        systems = [system for system in systems if system.name in arguments.system]
     runner = Runner(decoder, torch_device, arguments.seconds)
     model = REPOSITORY / "build" / "benchmarks" / name
     limit_size = (1 << 24, 256, 3) if arguments.quick else (4 << 30, 8192, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,9 @@ LONGEST_TEST = "tests/device/test_engine.py::test_replays_with_fresh_metadata_gi
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4", "L6")
 """Of the conformance suite on one device; L5 is about several ranks, each on a device of its own."""
+
+CONFORMANCE_JOBS = 6
+"""Groups of clauses side by side, at most: compiling takes longer than computing."""
 
 FAILURES = ("failed", "error", "crashed", "hung")
 LISTED = 10
@@ -145,6 +149,7 @@ def check_conformance(run: Run, finding: Finding) -> None:
     levels = [*LEVELS, "L5"] if len(finding.devices) > 1 else LEVELS
     command = [run.python, "-m", "hardpoint_conformance.cli", "run", "--backend", finding.backend, "--device", "0"]
     command += [part for level in sorted(levels) for part in ("--level", level)]
+    command += ["--jobs", str(max(1, min(CONFORMANCE_JOBS, (os.cpu_count() or 1) // 2)))]
     command += ["--report", run.path(folder)]
     step = timed(run, "conformance", command, f"{folder}/report.json", show=True, limit=SECONDS["conformance"])
     try:
