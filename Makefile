@@ -145,7 +145,7 @@ conformance-triton: .torch/triton/.installed  ## The conformance suite on the Tr
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter $(KERNEL_CLAUSES:%=--clause kernels.%@1) --jobs 2 --report build/conformance/triton-kernels
 
 test-triton: .torch/triton/.installed  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
-	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels core/tests/worker/test_kv_scales.py core/tests/worker/test_stored_blocks.py
+	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels tests/test_triton_launches.py core/tests/worker/test_kv_scales.py core/tests/worker/test_stored_blocks.py
 
 aot: .torch/triton/.installed  ## Compile the Triton kernels that changed for every target, and fail where one spills registers
 	.torch/triton/bin/python scripts/triton_aot.py --shows-spills

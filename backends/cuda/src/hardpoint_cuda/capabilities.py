@@ -17,7 +17,14 @@ from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashin
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
 
-BUILD = TorchBuild("cuda", "CUDA", partial(torch_has_library, "libtorch_cuda.so"), "nccl", targets="sm_80 and sm_90")
+BUILD = TorchBuild(
+    "cuda",
+    "CUDA",
+    partial(torch_has_library, "libtorch_cuda.so"),
+    "nccl",
+    targets="sm_80 and sm_90",
+    verified="on an H200 with a driver for CUDA 13.0 (docs/device-check.md)",
+)
 
 
 def capabilities(device: Device) -> Capabilities:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPANDABLE = re.compile(r"(?<!\w)expandable_segments:(\w+)")
-_TORCH_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where torch reads its allocator's settings from, the one that counts most first (c10/core/AllocatorConfig)."""
 
 
 @dataclass(frozen=True)
@@ -175,18 +173,21 @@ class _ExpandableSegments:
         self._lock = threading.Lock()  # guards what follows
         self._users = 0
         self._settings: tuple[str, str] | None = None
-        self._given: str | None = None
 
     @contextmanager
-    def off(self, in_force: Callable[[], bool]) -> Iterator[None]:
-        """Have them switched off, if they are in force, until the last of those who need it leaves."""
+    def off(self, in_force: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """Have them switched off, if they are in force, until the last of those who need it leaves.
+
+        Args:
+            in_force: torch's description of its allocator's settings.
+        """
         with self._lock:
-            if not self._users and in_force():
-                before = self._last()
+            if not self._users and (settings := in_force())["expandable_segments"]:
+                before = _given_last(settings)
                 # A call puts options that it does not name back to their defaults; of those that it names twice, the last counts.
                 wanted = [f"{before},expandable_segments:{value}".lstrip(",") for value in (False, True)]
                 self._settings = wanted[0], before if _expandable(before) else wanted[1]
-                self._set(wanted[0])
+                _set(wanted[0])
             self._users += 1
         try:
             yield
@@ -195,23 +196,9 @@ class _ExpandableSegments:
                 self._users -= 1
                 if not self._users and self._settings is not None:
                     # Settings that somebody gave meanwhile stand.
-                    if self._last() == self._settings[0]:
-                        self._set(self._settings[1])
+                    if _given_last(in_force()) == self._settings[0]:
+                        _set(self._settings[1])
                     self._settings = None
-
-    def _last(self) -> str:
-        """Return the settings that torch was given last. For a torch that does not tell, others' calls are not among them."""
-        told = _settings_of_calls()
-        if told is not None:
-            return told
-        environment = next((os.environ[name] for name in _TORCH_SETTINGS if os.environ.get(name)), "")
-        return environment if self._given is None else self._given
-
-    def _set(self, settings: str) -> None:
-        import torch
-
-        torch._C._accelerator_setAllocatorSettings(settings)
-        self._given = settings
 
 
 _expandable_segments = _ExpandableSegments()
@@ -226,7 +213,18 @@ def without_expandable_segments(name: str) -> AbstractContextManager[None]:
         name: torch's module for the device, which tells the settings in force.
     """
     module = import_module(name)
-    return _expandable_segments.off(lambda: module.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    return _expandable_segments.off(lambda: module.memory._snapshot()["allocator_settings"])
+
+
+def _given_last(settings: Mapping[str, Any]) -> str:
+    """Return what torch was given last, by its environment or a call: the one text among its settings."""
+    return next((value for value in settings.values() if isinstance(value, str)), "")
+
+
+def _set(settings: str) -> None:
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def refuse_expandable_segments(variables: Sequence[str]) -> None:
@@ -236,7 +234,7 @@ def refuse_expandable_segments(variables: Sequence[str]) -> None:
         variables: the environment variables that torch reads its allocator settings from, the one that counts most first.
     """
     asked = {name: os.environ[name] for name in variables if _expandable(os.environ.get(name, ""))}
-    called = _settings_of_calls() or ""
+    called = _settings_of_calls()
     if not (bool(asked) if _expandable(called) is None else _expandable(called)):
         return
     found = [f"{name}={value}" for name, value in asked.items()] or [
@@ -255,12 +253,12 @@ def _expandable(settings: str) -> bool | None:
     return values[-1] == "True" if values else None
 
 
-def _settings_of_calls() -> str | None:
-    """Return the settings that torch was given last, by its environment or a call; None for a torch that does not tell (2.11)."""
+def _settings_of_calls() -> str:
+    """Return the settings that torch was given last, by its environment or a call; "" for a torch that does not tell."""
     import torch
 
     settings: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return settings() if settings else None
+    return settings() if settings else ""
 
 
 class _TorchObjects:

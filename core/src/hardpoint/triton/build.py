@@ -33,6 +33,7 @@ class TorchBuild:
         is_built: whether the installed torch is built for it.
         collectives: the platform's library of collectives.
         targets: what the kernels are compiled for in tests.
+        verified: where attention and graphs ran on hardware, as the end of a sentence; "" for nowhere.
     """
 
     backend: str
@@ -40,6 +41,7 @@ class TorchBuild:
     is_built: Callable[[], bool]
     collectives: str
     targets: str
+    verified: str = ""
 
     @property
     def install(self) -> str:
@@ -95,5 +97,6 @@ class TorchBuild:
             "graphs: decode steps, in memory that sleeps",
             *(() if has_collectives else (f"ranks: one, since {self.collectives.upper()} is not installed",)),
             f"kernels: tested in Triton's interpreter, and compiled for {self.targets}",
-            "attention, graphs, ranks: not verified on hardware",
+            *((f"attention, graphs: verified {self.verified}",) if self.verified else ()),
+            f"{'several ranks' if self.verified else 'attention, graphs, ranks'}: not verified on hardware",
         )
