@@ -175,6 +175,62 @@ def test_steps_that_were_not_reserved_for_have_metadata_of_their_own(queries: li
     assert static.contexts[:1].tolist() == [20]
 
 
+def mixed(queries: list[int], contexts: list[int], tokens: int, seqs: int) -> StepBatch:
+    """Return a batch padded to so many tokens and sequences."""
+    empty, decodes = [0] * (seqs - len(queries)), sum(q == 1 for q in queries)
+    slots = np.full(tokens, -1, np.int32)
+    slots[: sum(queries)] = np.arange(sum(queries))
+    padding = {"slot_mapping": slots, "token_ids": np.zeros(tokens, np.int64), "num_decodes": decodes}
+    return batch([*queries, *empty], [*contexts, *empty], **padding)
+
+
+def test_reserved_metadata_of_steps_with_prompts_stay_at_their_addresses() -> None:
+    made = builder()
+    made.reserve(4)
+    made.reserve_mixed(4, [2, 64])
+    one = made.build(mixed([], [], 64, 5))
+    other = made.build(mixed([1, 40, 5], [200, 60, 5], 64, 5))
+
+    def arrays(step: Step) -> list[Any]:
+        parts = (step.header, step.slots, step.contexts, step.starts, step.items, step.decode_contexts, step.tables)
+        return [*parts, *step.prefills.values(), step.partials.values]
+
+    for before, after in zip(arrays(one), arrays(other), strict=True):
+        assert (before.data_ptr(), before.shape) == (after.data_ptr(), after.shape)
+    assert (one.programs, one.num_decodes, one.num_tokens) == (other.programs, other.num_decodes, other.num_tokens)
+    # The captured step reads the new batch, and nothing of the one before.
+    assert one.slots[:64].tolist() == [*range(46), *[-1] * 18]
+    assert one.contexts[:5].tolist() == [200, 60, 5, 0, 0]
+    assert one.decode_contexts[:5].tolist() == [200, 0, 0, 0, 0]
+    assert one.starts[:6].tolist() == [0, 1, 41, 46, 46, 46]
+    assert {seq for seq, _ in decoded(one)} == {0}
+    tiles = {group: items.view(-1, 2).tolist() for group, items in one.prefills.items()}
+    assert tiles == {1: [[1, 1], [1, 0], [2, 0], *[[4, 0]] * 3], 2: [[1, 2], [1, 1], [1, 0], [2, 0], *[[4, 0]] * 4]}
+    assert tables(one, [200, 60, 5]) == [list(range(13)), [10, 11, 12, 13], [20]]
+    # Nothing of the last sequence is before the first query, which kernels read for a tile without any.
+    made.build(mixed([], [], 64, 5))
+    assert one.starts[:6].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_steps_are_captured_ones_by_their_tokens_and_sequences_alone() -> None:
+    made = builder()
+    made.reserve(4)
+    made.reserve_mixed(4, [2, 64])
+    small, large = made.build(mixed([], [], 2, 3)), made.build(mixed([], [], 64, 5))
+    assert small.num_decodes == 2
+    assert large.num_decodes == 4
+    decodes = made.build(batch([1, 1, 1], [30, 40, 50]))
+    assert not decodes.prefills
+    for own in (
+        batch([1, 40], [30, 40]),
+        batch([61, 1, 1, 1], [61, 1, 1, 1]),
+        batch([60, 1, 1, 1, 1], [60, 1, 1, 1, 1]),
+    ):
+        assert made.build(own).header.data_ptr() not in {small.header.data_ptr(), decodes.header.data_ptr()}
+    made.reserve(4)  # for graphs that are captured anew
+    assert made.build(mixed([3], [3], 64, 5)).header.data_ptr() != large.header.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("what", "changed"),
     [

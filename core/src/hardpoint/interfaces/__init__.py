@@ -31,6 +31,7 @@ from hardpoint.interfaces.attention import (
     KVCacheGroup,
     KVCacheSpec,
     Refusal,
+    mixed_seqs,
     places_of,
 )
 from hardpoint.interfaces.backend import API_VERSION, BackendDescriptor, Device, ProbeResult
@@ -181,5 +182,6 @@ __all__ = [
     "contract_methods",
     "errors",
     "optional_methods",
+    "mixed_seqs",
     "places_of",
 ]

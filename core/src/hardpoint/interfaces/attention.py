@@ -125,6 +125,11 @@ class KVCacheGroup:
         return (cls(tuple(range(len(plan.request.layers))), plan),)
 
 
+def mixed_seqs(max_num_seqs: int, num_tokens: int) -> int:
+    """Return how many sequences a captured step with prompts has: as many as can have tokens, and a last one that never has any."""
+    return min(max_num_seqs, num_tokens) + 1
+
+
 def places_of(groups: Sequence[KVCacheGroup]) -> tuple[tuple[int, int], ...]:
     """Return each layer's group and its number in the group."""
     found = {layer: (group, i) for group, one in enumerate(groups) for i, layer in enumerate(one.layers)}
@@ -209,11 +214,24 @@ class AttentionBackend(Contract, contract=True):
         Called again where steps are captured anew, over another KV cache: all graphs from before are gone then.
         """
 
+    def begin_mixed_capture(self, plan: AttentionPlan, max_num_seqs: int, num_tokens: Sequence[int]) -> None:
+        """Allocate a plan's static metadata for captured steps with prompts. Default: nothing.
+
+        Called after `begin_capture` where the plan's graph level is MIXED. A captured step of T tokens is padded to `mixed_seqs` sequences,
+        decodes first, and so are those that replay it; by that number `prepare` knows them from all others.
+
+        Args:
+            max_num_seqs: as `begin_capture` got it.
+            num_tokens: of the steps that will be captured, rising.
+        """
+
     def end_capture(self) -> None:
         """Called after the last capture. Default: nothing."""
 
     def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
-        """Return whether a captured step can compute a batch of decodes; others run eagerly. Default: it can.
+        """Return whether a captured step can compute a batch, of decodes alone or where MIXED is planned any; others run eagerly.
+
+        Default: it can.
 
         Args:
             num_seqs: sequences of the captured step; those that the batch does not have are padding. A size at which no step
@@ -238,5 +256,6 @@ __all__ = [
     "KVCacheGroup",
     "KVCacheSpec",
     "Refusal",
+    "mixed_seqs",
     "places_of",
 ]

@@ -68,10 +68,11 @@ class AttentionFeature(enum.Enum):
 
 
 class GraphLevel(enum.IntEnum):
-    """How much of a step can be captured into a device graph."""
+    """Which steps can be captured into device graphs: none, decodes alone, or any mix of decodes and prompts."""
 
     NONE = 0
     UNIFORM_DECODE = 1
+    MIXED = 2
 
 
 class Determinism(enum.IntEnum):

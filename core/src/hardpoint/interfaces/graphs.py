@@ -25,7 +25,10 @@ class GraphRunner(Contract, contract=True):
 
     @abstractmethod
     def capture(self, key: int, step: Callable[[], None]) -> None:
-        """Record the device work of `step` under `key` (a padded batch size). All graphs share one memory pool."""
+        """Record the device work of `step` under `key`: its sequences with padding, of a step with prompts minus its tokens.
+
+        All graphs share one memory pool.
+        """
 
     def update(self, key: int, arguments: Mapping[str, Any]) -> None:
         """Give the recorded work other arguments that its operators take from the host, for the replays of `key` that follow.

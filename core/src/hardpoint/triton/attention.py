@@ -19,10 +19,12 @@ from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import AttentionChoice, attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
-from hardpoint.triton.step import InvalidBatch, OpenCache, Step, StepBuilder
+from hardpoint.triton.step import MOST_PROMPTS, InvalidBatch, OpenCache, Step, StepBuilder
 from hardpoint.triton.tiles import COPY_WORDS, TileTarget
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from hardpoint.interfaces.backend import Device
@@ -102,6 +104,16 @@ class TritonAttention(AttentionBackend):
         builder = self._launches_of(plan).steps(plan)
         builder.reserve(max_num_seqs)
         self._captured = [*(other for other in self._captured if other is not builder), builder]
+
+    def begin_mixed_capture(self, plan: AttentionPlan, max_num_seqs: int, num_tokens: Sequence[int]) -> None:
+        """Allocate static metadata for steps with prompts, padded to one of these numbers of tokens."""
+        self._launches_of(plan).steps(plan).reserve_mixed(max_num_seqs, num_tokens)
+
+    def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
+        """Return False for a step with more prompts than captured launches have room for."""
+        if batch.num_seqs - batch.num_decodes <= MOST_PROMPTS:
+            return True
+        return int(np.count_nonzero(np.diff(batch.query_start)[batch.num_decodes :])) <= MOST_PROMPTS
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is not written."""

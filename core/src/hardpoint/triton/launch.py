@@ -230,7 +230,7 @@ class Launches:
         sinks = self._no_numbers if sinks is None else sinks
         slopes = self._no_numbers if slopes is None else slopes
         partials, q_stride, out_stride = step.partials, q.stride(0), out.stride(0)
-        header, contexts = step.header, step.contexts
+        header, contexts = step.header, step.decode_contexts
         if step.programs:
             held = (partials.values, partials.state)
             launches.decode(
@@ -261,7 +261,7 @@ class Launches:
         if items is not None:
             launches.prefill(
                 (items.numel() // 2 * kv_heads, 1, 1),
-                (q, *cache.read, out, header, contexts, step.starts, items, step.tables, sinks, slopes),
+                (q, *cache.read, out, header, step.contexts, step.starts, items, step.tables, sinks, slopes),
                 q_stride,
                 out_stride,
                 self._block_stride,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hardpoint.interfaces.attention import mixed_seqs
 from hardpoint.interfaces.errors import HardpointError
-from hardpoint.triton.work import SplitRule, decode_items, prefill_items
+from hardpoint.triton.work import SplitRule, decode_items, padded_items, prefill_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,9 @@ _HEADER = 8
 _INT32_MAX = 2**31 - 1
 _ALIGNMENT = 4
 """Arrays begin at multiples of 16 bytes: Triton compiles other code for pointers that do not."""
+MOST_PROMPTS = 32
+"""Sequences of a captured step that are no decodes, at most: a replay launches a tile for each that there may be, also for those that
+are not there."""
 
 
 class InvalidBatch(HardpointError, ValueError):
@@ -124,6 +128,7 @@ class Step:
         programs: of the decode kernel; 0 for no decode.
         prefills: by group size, int32[items, 2] on the device.
         header, slots, contexts, starts, items, tables: as the kernels take them.
+        decode_contexts: as `contexts`, and 0 for those of the first `num_decodes` sequences that are no decodes.
         cache: of the layer whose keys and values were written, and whose attention is next.
     """
 
@@ -138,16 +143,43 @@ class Step:
     contexts: Tensor
     starts: Tensor
     items: Tensor
+    decode_contexts: Tensor
     tables: Tensor
     partials: Partials
     cache: OpenCache | None = None
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Arrays at fixed addresses for captured steps of one kind.
+
+    Attributes:
+        decodes: sequences that `decode` may serve.
+        sizes: elements of the arrays but the tables, in their order: header, slots, contexts, starts, items, and for steps with prompts
+            contexts of decodes, and tiles of each group size.
+        tiles: room for them, by group size; none for steps of decodes alone.
+        buffer: that the arrays lie in, the tables last, which are as wide as a step needs.
+        parts: the arrays, each to the buffer's end.
+    """
+
+    decodes: int
+    sizes: list[int]
+    tiles: dict[int, int]
+    buffer: Tensor
+    parts: list[Tensor]
+
+    @classmethod
+    def over(cls, buffer: Tensor, decodes: int, sizes: list[int], tiles: dict[int, int]) -> _Static:
+        """Return arrays of these sizes at the buffer's beginning."""
+        return cls(decodes, sizes, tiles, buffer, [buffer[place:] for place in _places([*sizes, 0])[:-1]])
 
 
 class StepBuilder:
     """Makes the metadata of a plan's steps.
 
     After `reserve` the metadata of steps that have decodes alone, and no more of them than were reserved for, are always at the same
-    addresses: a captured step that is replayed after `build` follows the new batch.
+    addresses: a captured step that is replayed after `build` follows the new batch. After `reserve_mixed` that holds for padded steps
+    with prompts too.
 
     Args:
         kernel_writes: static metadata are written by a kernel, which captured launches see, and not by the copy from the host.
@@ -160,10 +192,9 @@ class StepBuilder:
         self._geometry = geometry
         self._device = device
         self._nothing = Partials.room(geometry, 0, 0, device)
-        self._reserved = 0
         self._kernel_writes = kernel_writes
-        self._static: Tensor | None = None
-        self._static_parts: list[Tensor] = []
+        self._reserved: _Static | None = None
+        self._mixed: dict[int, _Static] = {}
         self._static_partials = self._nothing
 
     @property
@@ -172,15 +203,34 @@ class StepBuilder:
         return self._plan
 
     def reserve(self, max_num_seqs: int) -> None:
-        """Allocate static metadata for up to the given number of sequences with one query each."""
+        """Allocate static metadata for up to the given number of sequences with one query each; drop those of steps with prompts."""
         geometry = self._geometry
         most = geometry.rule.most(self._plan.request.max_context)
         sizes = [_HEADER, max_num_seqs, max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs * most]
-        places = _places([*sizes, max_num_seqs * geometry.max_blocks])
-        self._static = torch.zeros(places[-1], dtype=torch.int32, device=self._device)
-        self._static_parts = [self._static[place:] for place in places[:-1]]
         self._static_partials = Partials.room(geometry, max_num_seqs, most if most > 1 else 0, self._device)
-        self._reserved = max_num_seqs
+        buffer = self._room(_places([*sizes, max_num_seqs * geometry.max_blocks])[-1])
+        self._reserved, self._mixed = _Static.over(buffer, max_num_seqs, sizes, {}), {}
+
+    def reserve_mixed(self, max_num_seqs: int, num_tokens: Sequence[int]) -> None:
+        """Allocate static metadata, which steps of so many tokens with prompts share. Comes after `reserve` for as many sequences.
+
+        The launches are those of the most tiles that there may be. In the place of tiles that a step does not have there are some of its
+        last sequence, which has no queries.
+        """
+        geometry = self._geometry
+        shapes: dict[int, tuple[int, list[int], dict[int, int]]] = {}
+        size = 0
+        for tokens in num_tokens:
+            seqs = mixed_seqs(max_num_seqs, tokens)
+            prompts = min(MOST_PROMPTS, seqs - 1)
+            # Each prompt has at most one tile that it does not fill.
+            tiles = {group: tokens * group // geometry.prefill_rows + prompts for group in geometry.groups}
+            items = 2 * (seqs - 1) * self._static_splits
+            sizes = [_HEADER, tokens, seqs, seqs + 1, items, seqs, *(2 * room for room in tiles.values())]
+            shapes[tokens] = seqs - 1, sizes, tiles
+            size = max(size, _places([*sizes, seqs * geometry.max_blocks])[-1])
+        buffer = self._room(size)
+        self._mixed = {tokens: _Static.over(buffer, *shape) for tokens, shape in shapes.items()}
 
     def build(self, batch: StepBatch) -> Step:
         """Return a batch's metadata, on their way to the device; raises InvalidBatch when its arrays do not fit together."""
@@ -190,62 +240,86 @@ class StepBuilder:
         tables, highest = self._tables(batch)
         splits = geometry.splits(contexts[:decodes])
         items = decode_items(splits)
-        static = bool(self._reserved) and max(seqs, tokens) <= self._reserved and not queries[decodes:].any()
-        prefills = {} if static else self._prefills(queries, contexts, decodes)
-        if static:
-            sizes = [_HEADER, *[self._reserved] * 2, self._reserved + 1, 2 * self._reserved * self._static_splits]
-        else:
-            sizes = [_HEADER, tokens, seqs, seqs + 1, items.size, *(part.size for part in prefills.values())]
+        static = self._static_of(batch, queries)
+        arrays = [batch.slot_mapping, contexts, batch.query_start, items]
+        prefills: dict[int, Int32Array] = {}
+        if static is None:
+            prefills = self._prefills(queries, contexts, decodes)
+        elif static.tiles:
+            prefills = self._prefills(queries, contexts, decodes)
+            prefills = {group: padded_items(part, static.tiles[group], seqs - 1) for group, part in prefills.items()}
+            arrays.append(np.where(np.arange(seqs, dtype=np.int32) < decodes, contexts, 0))
+        arrays += prefills.values()
+        sizes = [_HEADER, *(part.size for part in arrays)] if static is None else static.sizes
         places = _places([*sizes, tables.size])
         # A pinned buffer goes back to torch's host allocator, which does not give it away before the transfer is done.
         host = torch.empty(places[-1], dtype=torch.int32, pin_memory=self._device.type != "cpu")
         view = host.numpy()
         view[0], view[1] = len(items), tables.shape[1]
-        for place, part in zip(
-            places[1:],
-            [batch.slot_mapping, contexts, batch.query_start, items, *prefills.values(), tables],
-            strict=False,
-        ):
+        for place, part in zip(places[1:], [*arrays, tables], strict=False):
             view[place : place + part.size] = part.ravel()
-        if static:
-            view[places[1] + tokens : places[1] + self._reserved] = -1
-            view[places[2] + seqs : places[2] + self._reserved] = 0
-        if self._static is None or not static:
+        if static is None:
             device = host.to(self._device, non_blocking=True, copy=True)
             parts = [device[place:] for place in places[:-1]]
-        else:
-            device, parts = self._static[: places[-1]], self._static_parts
-            if self._kernel_writes:
-                torch.add(host.to(self._device, non_blocking=True), 0, out=device)
-            else:
-                device.copy_(host, non_blocking=True)
-        if static:
-            decodes, partials = seqs, self._static_partials
-            programs = seqs * self._static_splits * geometry.kv_heads
-        else:
             several = int(splits.max(initial=0))
             partials = self._nothing if several < 2 else Partials.room(geometry, decodes, several, self._device)
             programs = len(items) * geometry.kv_heads
-        on_device = zip(prefills, parts[5:-1], strict=True)
+        else:
+            view[places[1] + tokens : places[1] + sizes[1]] = -1
+            view[places[2] + seqs : places[2] + sizes[2]] = 0
+            if static.tiles:
+                # Kernels read the query before the end of the last sequence, though it has none.
+                view[places[3] + seqs - 1 : places[3] + seqs + 1] = max(batch.query_start[-1], 1)
+            self._write(static.buffer[: places[-1]], host)
+            parts, partials = static.parts, self._static_partials
+            decodes = static.decodes if static.tiles else seqs
+            programs = decodes * self._static_splits * geometry.kv_heads
+        first_tiles = len(sizes) - len(prefills)
         return Step(
             self._plan,
             tokens,
             decodes,
             highest,
             min(programs, geometry.programs),
-            {group: part[: prefills[group].size] for group, part in on_device if prefills[group].size},
+            {
+                group: parts[place][: part.size]
+                for place, (group, part) in enumerate(prefills.items(), first_tiles)
+                if part.size
+            },
             parts[0],
             parts[1],
             parts[2],
             parts[3],
             parts[4],
-            parts[-1],
+            parts[5] if first_tiles > 5 else parts[2],
+            parts[len(sizes)],
             partials,
         )
 
     @property
     def _static_splits(self) -> int:
         return max(1, self._static_partials.splits)
+
+    def _static_of(self, batch: StepBatch, queries: Int32Array) -> _Static | None:
+        """Return where the metadata of captured steps like this one are, None for a step that is like none."""
+        seqs, tokens, prompts = batch.num_seqs, batch.num_tokens, np.count_nonzero(queries[batch.num_decodes :])
+        mixed = self._mixed.get(tokens)
+        # No other step ends with a sequence that has neither tokens nor a context.
+        if mixed is not None and seqs == mixed.decodes + 1 and not batch.context_lens[-1] and prompts <= MOST_PROMPTS:
+            return mixed
+        reserved = self._reserved
+        if reserved is not None and max(seqs, tokens) <= reserved.decodes and not prompts:
+            return reserved
+        return None
+
+    def _room(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+    def _write(self, static: Tensor, host: Tensor) -> None:
+        if self._kernel_writes:
+            torch.add(host.to(self._device, non_blocking=True), 0, out=static)
+        else:
+            static.copy_(host, non_blocking=True)
 
     def _prefills(self, queries: Int32Array, contexts: Int32Array, decodes: int) -> dict[int, Int32Array]:
         geometry = self._geometry

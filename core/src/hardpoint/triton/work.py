@@ -69,3 +69,11 @@ def prefill_items(queries: Int32Array, contexts: Int32Array, group: int, block_m
     items = items[np.argsort(-keys, kind="stable")]
     items[:, 0] += first
     return items
+
+
+def padded_items(items: Int32Array, room: int, sequence: int) -> Int32Array:
+    """Return int32[room, 2]: the items, and behind them the first tile of `sequence`, which has no queries, as often as there is room."""
+    padded = np.zeros((room, 2), np.int32)
+    padded[: len(items)] = items
+    padded[len(items) :, 0] = sequence
+    return padded
