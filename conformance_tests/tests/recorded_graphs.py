@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hardpoint.interfaces import GRAPHS, AttentionPlan, DeviceAllocator, DType
+from hardpoint.interfaces import GRAPHS, AttentionPlan, DeviceAllocator, DType, GraphLevel
 from hardpoint_conformance.mutants.derived import derived
 from hardpoint_conformance.mutants.recorded_graphs import Recorder, Static, recorded
 from hardpoint_conformance.mutants.recorded_graphs import graphed as graphed_target
@@ -14,6 +14,8 @@ from hardpoint_conformance.target import Target
 from hardpoint_cpu.attention import CpuAttention
 
 GraphedAttention: Any = derived(CpuAttention, recorded(CpuAttention))
+MixedAttention: Any = derived(CpuAttention, recorded(CpuAttention, GraphLevel.MIXED))
+"""The same for steps with prompts too."""
 StaleAttention: Any = derived(GraphedAttention, {"prepare": CpuAttention.prepare})
 """Replays with the metadata of the capture."""
 
@@ -82,5 +84,6 @@ class DeafRecorder(Recorder):
 
 
 def graphed(attention: Any = GraphedAttention, runner: type[Recorder] = Recorder) -> Target:
-    """Return the CPU backend with graphs of decodes."""
-    return graphed_target(Target.find("cpu"), lambda: attention, runner)
+    """Return the CPU backend with graphs: of decodes, unless `attention` is derived from `MixedAttention`."""
+    level = GraphLevel.MIXED if issubclass(attention, MixedAttention) else GraphLevel.UNIFORM_DECODE
+    return graphed_target(Target.find("cpu"), lambda: attention, runner, level)

@@ -33,8 +33,12 @@ class Static:
     now: Any = None
 
 
-def recorded(base: Any) -> Methods:
-    """Return the methods of an attention backend that give its metadata addresses that stay, from the first capture on."""
+def recorded(base: Any, level: GraphLevel = GraphLevel.UNIFORM_DECODE) -> Methods:
+    """Return the methods of an attention backend that give its metadata addresses that stay, from the first capture on.
+
+    Args:
+        level: that its plans have.
+    """
 
     def init(self: Any, device: Device) -> None:
         base.__init__(self, device)
@@ -42,7 +46,7 @@ def recorded(base: Any) -> Methods:
 
     def plan(self: Any, request: Any) -> AttentionPlan | Refusal:
         made: AttentionPlan | Refusal = base.plan(self, request)
-        return made if isinstance(made, Refusal) else replace(made, graph_level=GraphLevel.UNIFORM_DECODE)
+        return made if isinstance(made, Refusal) else replace(made, graph_level=level)
 
     def begin_capture(self: Any, plan: AttentionPlan, max_num_seqs: int) -> None:
         self._static = {}
@@ -113,16 +117,22 @@ class Recorder(GraphRunner):
         self._steps.clear()
 
 
-def graphed(target: Target, attention: Callable[[], Any], runner: type[GraphRunner] = Recorder) -> Target:
-    """Return a target that claims graphs of decodes.
+def graphed(
+    target: Target,
+    attention: Callable[[], Any],
+    runner: type[GraphRunner] = Recorder,
+    level: GraphLevel = GraphLevel.UNIFORM_DECODE,
+) -> Target:
+    """Return a target that claims graphs.
 
     Args:
         attention: factory of an attention backend with `recorded` methods.
+        level: that is claimed.
     """
     inner = target.descriptor.capabilities
 
     def claims(device: Device) -> Capabilities:
         honest = inner(device)
-        return replace(honest, attention=replace(honest.attention, graph_level=GraphLevel.UNIFORM_DECODE))
+        return replace(honest, attention=replace(honest.attention, graph_level=level))
 
     return target.with_descriptor(capabilities=claims, attention=attention, graph_runner=lambda: runner)

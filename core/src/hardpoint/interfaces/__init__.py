@@ -181,7 +181,7 @@ __all__ = [
     "WorkerStatus",
     "contract_methods",
     "errors",
-    "optional_methods",
     "mixed_seqs",
+    "optional_methods",
     "places_of",
 ]

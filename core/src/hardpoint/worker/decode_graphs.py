@@ -1,4 +1,4 @@
-"""Decode steps as device graphs: which sizes, static inputs, capture, and replay with padding."""
+"""Steps as device graphs: which sizes, static inputs, capture, and replay with padding."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hardpoint.interfaces.allocator import GRAPHS, DeviceAllocator
-from hardpoint.interfaces.attention import AttentionBackend, KVCacheGroup
-from hardpoint.interfaces.batch import Int64Array, KVGroupSlots, StepBatch
+from hardpoint.interfaces.attention import AttentionBackend, KVCacheGroup, mixed_seqs
+from hardpoint.interfaces.batch import Int32Array, Int64Array, KVGroupSlots, StepBatch
 from hardpoint.interfaces.capabilities import GraphLevel
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import GraphCaptureFailed
@@ -27,11 +27,15 @@ from hardpoint.models import CapturableModel
 from hardpoint.worker.loading import LoadedModel
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
 
 LARGEST = 512
 """Most sequences of a captured step: larger ones keep a device busy without graphs."""
+MOST_TOKENS = 2048
+"""Most tokens of a captured step with prompts, for the same reason."""
+_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536)
 
 _log = logging.getLogger("hardpoint")
 
@@ -43,8 +47,52 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(sizes | {largest}))
 
 
+def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of tokens of steps with prompts to capture, rising, the last one the most that a step can have."""
+    largest = min(max_num_tokens, MOST_TOKENS)
+    return (*(size for size in _TOKENS if size < largest), largest)
+
+
+class GraphShape(NamedTuple):
+    """A captured step, padding included.
+
+    Attributes:
+        key: of its graph.
+        tokens, seqs: that it has.
+        rows: tokens whose hidden states it computes: of decodes all of them.
+    """
+
+    key: int
+    tokens: int
+    seqs: int
+    rows: int
+
+    @classmethod
+    def of_decodes(cls, size: int) -> GraphShape:
+        """Return the shape of steps of decodes alone."""
+        return cls(size, size, size, size)
+
+    @classmethod
+    def of_tokens(cls, tokens: int, max_num_seqs: int) -> GraphShape:
+        """Return the shape of steps that may have prompts."""
+        return cls(-tokens, tokens, mixed_seqs(max_num_seqs, tokens), min(max_num_seqs, tokens))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the step may have prompts, and computes the hidden states of some of its tokens."""
+        return self.key < 0
+
+    @property
+    def size(self) -> int:
+        """Numbers of 64 bits that its inputs take: tokens, positions, and where any are wanted rows, in int32."""
+        return 2 * self.tokens + (-(-self.rows // 2) if self.is_mixed else 0)
+
+    def __str__(self) -> str:
+        return f"step of {self.tokens} tokens" if self.is_mixed else f"decode step of {self.seqs} sequences"
+
+
 class DecodeGraphs:
-    """Captured decode steps of one model over one KV cache, up to the last hidden state.
+    """Captured steps of one model over one KV cache, up to the last hidden state: decodes alone, and decodes with prompts.
 
     The head stays outside: it is queued while the graph runs, and what it returns differs by step. Inputs and outputs lie at fixed
     addresses, in memory with the tag `graphs`, which sleep preserves. A step with a size in between replays the next larger one
@@ -60,8 +108,9 @@ class DecodeGraphs:
         model: CapturableModel,
         kv_cache: Tensor,
         sizes: Sequence[int],
+        num_tokens: Sequence[int] = (),
         allocator: DeviceAllocator,
-        upload: Callable[[Int64Array], Tensor],
+        upload: Callable[[npt.NDArray[np.generic]], Tensor],
         is_trial: bool = False,
         on_captured: Callable[[], None] = lambda: None,
     ) -> None:
@@ -69,7 +118,8 @@ class DecodeGraphs:
 
         Args:
             runner: of the device, started here.
-            sizes: numbers of sequences, rising.
+            sizes: numbers of sequences of steps of decodes alone, rising.
+            num_tokens: of steps with prompts, rising; none where attention captures decodes alone.
             upload: see `Platform.upload`.
             is_trial: nothing will be replayed, so that every size can be captured, over a smaller cache too.
             on_captured: called after each size.
@@ -81,65 +131,80 @@ class DecodeGraphs:
         self._cache, plan = kv_cache, groups[0].plan
         self._num_blocks = kv_cache.shape[1 + plan.kv_cache.axes.index("block")]
         largest = sizes[-1]
-        self._inputs = allocator.empty((2 * largest,), DType.INT64, GRAPHS)
+        decodes = [GraphShape.of_decodes(size) for size in sizes]
+        mixed = [GraphShape.of_tokens(tokens, largest) for tokens in num_tokens]
+        room = max(shape.size for shape in (*decodes, *mixed))
+        self._inputs = allocator.empty((room,), DType.INT64, GRAPHS)
         self._rows = allocator.empty((largest,), DType.INT32, GRAPHS)
         self._hidden = allocator.empty((largest, model.hidden_size), plan.request.dtype, GRAPHS)
         self._upload, self._allocator = upload, allocator
-        self._staged = staged = np.zeros(2 * largest, np.int64)
+        self._staged = staged = np.zeros(room, np.int64)
         self._steps = {
-            size: PaddedStep(
-                staged[:size],
-                staged[size : 2 * size],
+            shape.key: PaddedStep(
+                staged[: shape.tokens],
+                staged[shape.tokens : 2 * shape.tokens],
                 (largest, -(-plan.request.max_context // plan.block_size)),
                 len(groups),
+                shape.seqs,
             )
-            for size in sizes
+            for shape in (*decodes, *mixed)
         }
         if not is_trial:
-            sizes = self._replayable(sizes)
-        self._larger = [next(size for size in sizes if size >= count) for count in range(sizes[-1] + 1)]
+            decodes = self._replayable(decodes)
+            mixed = [shape for shape in mixed if self._can_replay(self._steps[shape.key].empty, shape)]
+        self._larger = [
+            next(shape for shape in decodes if shape.seqs >= count) for count in range(decodes[-1].seqs + 1)
+        ]
+        self._mixed = mixed
         self._rows.copy_(torch.arange(largest, dtype=torch.int32))
-        self._inputs.copy_(torch.zeros(2 * largest, dtype=torch.int64))
+        self._inputs.copy_(torch.zeros(room, dtype=torch.int64))
         start = time.perf_counter()
         runner.start(allocator)
         try:
-            self._capture(sizes, on_captured)
+            self._capture(decodes, mixed, largest, on_captured)
         except BaseException:
             runner.reset()
             raise
         _log.info(
-            "captured decode steps of %s sequences in %.1f s; the graphs hold %.1f MiB",
-            ", ".join(map(str, sizes)),
+            "captured decode steps of %s sequences%s in %.1f s; the graphs hold %.1f MiB",
+            ", ".join(str(shape.seqs) for shape in decodes),
+            f" and steps with prompts of {', '.join(str(shape.tokens) for shape in mixed)} tokens" if mixed else "",
             time.perf_counter() - start,
             runner.resident_bytes() / 2**20,
         )
 
-    def fits(self, batch: StepBatch) -> bool:
-        """Whether a step is one that was captured: decodes alone, not too many, and none that attention cannot replay."""
-        count = batch.num_seqs
-        if not batch.num_decodes == count == batch.num_tokens < len(self._larger) or count == 0:
-            return False
-        return self._can_replay(batch, self._larger[count])
-
-    def replay(self, batch: StepBatch, early: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Compute a step that `fits`; return the hidden states [num_seqs, hidden_size], valid until the next replay.
+    def replay(self, batch: StepBatch, rows: Int32Array, early: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+        """Compute a step that was captured, with padding; return None for one that was not, or that attention cannot replay.
 
         Args:
+            rows: int32[k], tokens whose hidden states are wanted.
             early: places in the step, and the tokens there, int64[k] on the device, of tokens that the batch does not know.
+
+        Returns:
+            The hidden states [k, hidden_size], valid until the next replay.
         """
-        count = batch.num_seqs
-        size = self._larger[count]
-        padded = self._steps[size].fill(batch)
+        shape = self._shape_of(batch, len(rows))
+        if shape is None or not self._can_replay(batch, shape):
+            return None
+        padded, tokens = self._steps[shape.key].fill(batch), shape.tokens
+        if shape.is_mixed:
+            wanted = self._staged[2 * tokens : shape.size].view(np.int32)
+            wanted[: len(rows)], wanted[len(rows) :] = rows, 0
         # By a kernel: on some devices a captured step does not see what a copy wrote (`TileTarget.caches_scalars`).
-        torch.add(self._upload(self._staged[: 2 * size]), 0, out=self._inputs[: 2 * size])
+        torch.add(self._upload(self._staged[: shape.size]), 0, out=self._inputs[: shape.size])
         if early is not None:
             self._inputs.index_copy_(0, *early)
         # The groups' arguments from the host are of the step, and so the same.
         arguments = [self._attention.host_arguments(metadata) for metadata in self._prepare(padded)]
         if arguments[0] is not None:
-            self._runner.update(size, arguments[0])
-        self._runner.replay(size)
-        return self._hidden[:count]
+            self._runner.update(shape.key, arguments[0])
+        self._runner.replay(shape.key)
+        if shape.is_mixed:
+            return self._hidden[: len(rows)]
+        # Token `i` of such a step is that of sequence `i`.
+        hidden = self._hidden[: batch.num_seqs]
+        is_all = len(rows) == len(hidden) and np.array_equal(rows, np.arange(len(rows)))
+        return hidden if is_all else hidden.index_select(0, self._upload(rows))
 
     def resident_bytes(self) -> int:
         """Return the device bytes that the graphs hold now."""
@@ -150,19 +215,27 @@ class DecodeGraphs:
         self._runner.reset()
         del self._inputs, self._rows, self._hidden, self._steps
 
-    def _replayable(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of which attention can replay a step at all; raises GraphCaptureFailed when there is none."""
-        found = [size for size in sizes if self._can_replay(self._steps[size].empty, size)]
+    def _shape_of(self, batch: StepBatch, num_rows: int) -> GraphShape | None:
+        """Return the smallest captured step that has room for a batch, None where there is none."""
+        count, tokens = batch.num_seqs, batch.num_tokens
+        if batch.num_decodes == count == tokens < len(self._larger):
+            return self._larger[count] if count else None
+        seqs = max(count, num_rows)
+        return next((shape for shape in self._mixed if tokens <= shape.tokens and seqs <= shape.rows), None)
+
+    def _replayable(self, shapes: Sequence[GraphShape]) -> list[GraphShape]:
+        """Return the shapes of which attention can replay a step at all; raises GraphCaptureFailed when there is none."""
+        found = [shape for shape in shapes if self._can_replay(self._steps[shape.key].empty, shape)]
         if not found:
             raise GraphCaptureFailed(
                 "no decode step can be captured",
                 found=f"attention cannot replay any over a KV cache of {self._num_blocks} blocks",
                 hint="With enforce_eager steps run without graphs",
             )
-        if len(found) < len(sizes):
+        if len(found) < len(shapes):
             _log.warning(
                 "steps of more than %d sequences run without graphs: attention cannot replay them over a KV cache of %d blocks",
-                found[-1],
+                found[-1].seqs,
                 self._num_blocks,
             )
         return found
@@ -172,25 +245,33 @@ class DecodeGraphs:
             self._attention.prepare(group.plan, own) for group, own in zip(self._groups, step.by_group(), strict=True)
         )
 
-    def _can_replay(self, step: StepBatch, size: int) -> bool:
+    def _can_replay(self, step: StepBatch, shape: GraphShape) -> bool:
         return all(
-            self._attention.can_replay(group.plan, own, size, self._num_blocks)
+            self._attention.can_replay(group.plan, own, shape.seqs, self._num_blocks)
             for group, own in zip(self._groups, step.by_group(), strict=True)
         )
 
-    def _capture(self, sizes: Sequence[int], on_captured: Callable[[], None]) -> None:
+    def _capture(
+        self,
+        decodes: Sequence[GraphShape],
+        mixed: Sequence[GraphShape],
+        max_num_seqs: int,
+        on_captured: Callable[[], None],
+    ) -> None:
         # What attention allocates for captured steps sleeps and is counted with the graphs.
         with factory_call_pool(self._allocator, GRAPHS):
             for group in self._groups:
-                self._attention.begin_capture(group.plan, sizes[-1])
+                self._attention.begin_capture(group.plan, max_num_seqs if mixed else decodes[-1].seqs)
+                if mixed:
+                    self._attention.begin_mixed_capture(group.plan, max_num_seqs, [shape.tokens for shape in mixed])
         try:
-            for size in reversed(sizes):
-                metadata = self._prepare(self._steps[size].empty)
+            for shape in sorted((*mixed, *decodes), key=lambda shape: shape.tokens, reverse=True):
+                metadata = self._prepare(self._steps[shape.key].empty)
                 try:
-                    self._runner.capture(size, partial(self._step, size, metadata))
+                    self._runner.capture(shape.key, partial(self._step, shape, metadata))
                 except Exception as error:
                     raise GraphCaptureFailed(
-                        f"the decode step of {size} sequences could not be captured",
+                        f"the {shape} could not be captured",
                         found=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
                         hint=(
                             "Lower max_num_seqs or memory_utilization if memory ran out; with enforce_eager steps run without graphs"
@@ -200,46 +281,55 @@ class DecodeGraphs:
         finally:
             self._attention.end_capture()
 
-    def _step(self, size: int, metadata: tuple[Any, ...]) -> None:
-        """Compute one step of `size` sequences from the static inputs: the device work of a graph."""
+    def _step(self, shape: GraphShape, metadata: tuple[Any, ...]) -> None:
+        """Compute one step from the static inputs: the device work of a graph."""
+        tokens = shape.tokens
+        rows = self._inputs[2 * tokens : shape.size].view(torch.int32) if shape.is_mixed else self._rows
         hidden = self._model.run(
-            self._inputs[:size],
-            self._inputs[size : 2 * size],
+            self._inputs[:tokens],
+            self._inputs[tokens : 2 * tokens],
             metadata,
             self._cache,
-            self._rows[:size],
+            rows[: shape.rows],
         )
         # By a kernel: torch copies by the driver's own copy, a node of which nobody has shown that it outlives a remapping.
-        torch.mul(hidden, 1, out=self._hidden[:size])
+        torch.mul(hidden, 1, out=self._hidden[: shape.rows])
 
 
 class PaddedStep:
-    """A step of `size` sequences with one token each, whose arrays are filled anew for every batch.
+    """A step of so many tokens and sequences, whose arrays are filled anew for every batch.
 
     What a smaller batch leaves over is padding: tokens that belong to no sequence, with the slot -1, and sequences without tokens and
     context.
     """
 
     def __init__(
-        self, token_ids: Int64Array, positions: Int64Array, table_shape: tuple[int, int], num_groups: int = 1
+        self,
+        token_ids: Int64Array,
+        positions: Int64Array,
+        table_shape: tuple[int, int],
+        num_groups: int = 1,
+        num_seqs: int | None = None,
     ) -> None:
         """Make the step, all padding, over arrays int64[size] of the caller's.
 
         Args:
             table_shape: of a block table that stands for one until there is a batch.
             num_groups: KV cache groups of the model.
+            num_seqs: sequences; None for one of each token.
         """
         size = len(token_ids)
+        seqs = size if num_seqs is None else num_seqs
         no_pairs, nobody = np.zeros((0, 2), np.int32), np.zeros(0, np.int64)
         self._step = StepBatch(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=np.zeros(size, np.int32),
-            query_start=np.zeros(size + 1, np.int32),
-            context_lens=np.zeros(size, np.int32),
+            query_start=np.zeros(seqs + 1, np.int32),
+            context_lens=np.zeros(seqs, np.int32),
             block_table=np.zeros(table_shape, np.int32),
-            rows=np.zeros(size, np.int32),
-            seq_ids=np.full(size, -1, np.int64),
+            rows=np.zeros(seqs, np.int32),
+            seq_ids=np.full(seqs, -1, np.int64),
             num_decodes=0,
             sample_rows=np.zeros(0, np.int32),
             sample_seq_ids=nobody,
@@ -251,7 +341,7 @@ class PaddedStep:
         self._step.more_groups = tuple(
             KVGroupSlots(np.zeros(size, np.int32), self._step.block_table) for _ in range(1, num_groups)
         )
-        self._clear(0)
+        self._clear(0, 0)
 
     @property
     def empty(self) -> StepBatch:
@@ -259,41 +349,40 @@ class PaddedStep:
         return self._step
 
     def fill(self, batch: StepBatch) -> StepBatch:
-        """Return the step with a batch of decodes at its beginning; it holds until the next call."""
-        step, count = self._step, batch.num_seqs
-        step.token_ids[:count] = batch.token_ids
-        step.positions[:count] = batch.positions
-        step.slot_mapping[:count] = batch.slot_mapping
+        """Return the step with a batch at its beginning; it holds until the next call."""
+        step, count, tokens = self._step, batch.num_seqs, batch.num_tokens
+        step.token_ids[:tokens] = batch.token_ids
+        step.positions[:tokens] = batch.positions
+        step.slot_mapping[:tokens] = batch.slot_mapping
         step.query_start[: count + 1] = batch.query_start
         step.context_lens[:count] = batch.context_lens
         step.rows[:count] = batch.rows
-        if count < len(step.rows):
-            self._clear(count)
+        self._clear(count, tokens)
         for group, given in zip(step.more_groups, batch.more_groups, strict=True):
-            group.slot_mapping[:count] = given.slot_mapping
+            group.slot_mapping[:tokens] = given.slot_mapping
             group.block_table = given.block_table
-        if step.num_decodes != count or step.block_table is not batch.block_table:
-            self._step = replace(step, num_decodes=count, block_table=batch.block_table)
+        if step.num_decodes != batch.num_decodes or step.block_table is not batch.block_table:
+            self._step = replace(step, num_decodes=batch.num_decodes, block_table=batch.block_table)
         return self._step
 
-    def _clear(self, count: int) -> None:
-        """Make padding of what follows the first `count` sequences."""
+    def _clear(self, count: int, tokens: int) -> None:
+        """Make padding of what follows the first `count` sequences and their tokens."""
         step = self._step
-        step.token_ids[count:] = step.positions[count:] = 0
-        for slots in (step.slot_mapping, *(group.slot_mapping for group in step.more_groups)):
-            slots[count:] = -1
-        step.query_start[count + 1 :] = count
-        step.context_lens[count:] = step.rows[count:] = 0
+        if tokens < len(step.token_ids):
+            step.token_ids[tokens:] = step.positions[tokens:] = 0
+            for slots in (step.slot_mapping, *(group.slot_mapping for group in step.more_groups)):
+                slots[tokens:] = -1
+        if count < len(step.rows):
+            step.query_start[count + 1 :] = tokens
+            step.context_lens[count:] = step.rows[count:] = 0
 
 
 _SAMPLED = 4
-"""How many sizes, from the largest, are captured to estimate what all of them take."""
-
-_log = logging.getLogger("hardpoint")
+"""How many sizes, from the largest, are captured to estimate what all of them take; half of them with prompts where some have any."""
 
 
 class DecodeCapture:
-    """Captures decode steps over a KV cache: a few of them for an estimate, all of them to be replayed."""
+    """Captures steps over a KV cache: a few of them for an estimate, all of them to be replayed."""
 
     def __init__(
         self,
@@ -308,11 +397,13 @@ class DecodeCapture:
         self._context, self._groups = context, loaded.groups
         self._allocator, self._attention, self._platform = allocator, attention, platform
         self._sizes = graph_sizes(context.config.max_num_seqs)
+        is_mixed = all(group.plan.graph_level >= GraphLevel.MIXED for group in loaded.groups)
+        self._tokens = mixed_sizes(context.config.max_num_batched_tokens) if is_mixed else ()
         self._model = _capturable(context, loaded)
 
     def capture(self, cache: Tensor) -> DecodeGraphs | None:
         """Capture all sizes; None where there are no graphs. Raises GraphCaptureFailed."""
-        return self._captured(cache, self._sizes)
+        return self._captured(cache, self._sizes, self._tokens)
 
     def estimate_bytes(self, cache: Tensor, used: Callable[[], int]) -> int:
         """Return the device bytes that `capture` will take, 0 where there are no graphs; raises GraphCaptureFailed.
@@ -325,18 +416,25 @@ class DecodeCapture:
             used: waits for the device and returns the bytes in use on it.
         """
         in_use = [used()]
+        sampled = _SAMPLED // 2 if self._tokens else _SAMPLED
         graphs = self._captured(
-            cache, self._sizes[-_SAMPLED:], is_trial=True, on_captured=lambda: in_use.append(used())
+            cache,
+            self._sizes[-sampled:],
+            self._tokens[-sampled:],
+            is_trial=True,
+            on_captured=lambda: in_use.append(used()),
         )
         if graphs is None:
             return 0
         graphs.reset()
         before, with_largest, with_all = in_use[0], in_use[1], in_use[-1]
-        sampled, others = len(in_use) - 2, len(self._sizes) - 1
+        sampled, others = len(in_use) - 2, len(self._sizes) + len(self._tokens) - 1
         added = math.ceil((with_all - with_largest) * others / sampled) if sampled else 0
         return max(with_largest - before, 0) + max(added, 0)
 
-    def _captured(self, cache: Tensor, sizes: Sequence[int], **how: Any) -> DecodeGraphs | None:
+    def _captured(
+        self, cache: Tensor, sizes: Sequence[int], num_tokens: Sequence[int], **how: Any
+    ) -> DecodeGraphs | None:
         if self._model is None:
             return None
         with torch.inference_mode():
@@ -347,6 +445,7 @@ class DecodeCapture:
                 model=self._model,
                 kv_cache=cache,
                 sizes=sizes,
+                num_tokens=num_tokens,
                 allocator=self._allocator,
                 upload=self._platform.upload,
                 **how,
@@ -354,7 +453,7 @@ class DecodeCapture:
 
 
 def _capturable(context: WorkerContext, loaded: LoadedModel) -> CapturableModel | None:
-    """Return the model where its decode steps are to be captured; warns where that is wanted and cannot be."""
+    """Return the model where its steps are to be captured; warns where that is wanted and cannot be."""
     config, model = context.config, loaded.model
     if config.enforce_eager or loaded.plan.graph_level is GraphLevel.NONE or context.descriptor.graph_runner is None:
         return None

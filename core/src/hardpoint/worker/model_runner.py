@@ -213,13 +213,9 @@ class ModelRunner:
             if rows is None:
                 rows = batch.sampled_tokens()
             early = self._tokens_in_flight(batch)
-            is_plain = embedded is None and positions is None and not is_adapted
+            is_plain = embedded is None and positions is None and token_types is None and not is_adapted
             graphs = self._graphs if cache is self._graphed_cache and is_plain else None
-            if graphs is not None and graphs.fits(batch):
-                hidden = graphs.replay(batch, early)
-                # Token `i` of such a step is that of sequence `i`.
-                if len(rows) != hidden.shape[0] or not np.array_equal(rows, np.arange(len(rows))):
-                    hidden = hidden.index_select(0, self._platform.upload(rows))
+            if graphs is not None and (hidden := graphs.replay(batch, rows, early)) is not None:
                 return hidden
             upload = self._platform.upload
             metadata = self._prepare(batch)
@@ -351,7 +347,7 @@ class ModelRunner:
     # Graphs
 
     def warm_up(self) -> None:
-        """Run what steps are made of, then capture decodes where there are to be graphs; raises GraphCaptureFailed.
+        """Run what steps are made of, then capture steps where there are to be graphs; raises GraphCaptureFailed.
 
         That is a small prefill, a decode with a short context and one whose context is long enough to be attended in several parts, and a
         copy of a block: kernels that compile at their first use do so here, and not while requests wait.
