@@ -48,6 +48,7 @@ CLAIMS: Mapping[str, Callable[[Capabilities], bool]] = {
         for dtype in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.INT8)
     },
     "attention.graphs": lambda claims: claims.attention.graph_level > GraphLevel.NONE,
+    "attention.graphs.mixed": lambda claims: claims.attention.graph_level >= GraphLevel.MIXED,
     "determinism.run_to_run": lambda claims: claims.attention.determinism >= Determinism.RUN_TO_RUN,
     "determinism.batch_invariant": lambda claims: claims.attention.determinism >= Determinism.BATCH_INVARIANT,
     "determinism.worker.batch_invariant": lambda claims: (

@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinism, Device
+from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinism, Device, GraphLevel
 from hardpoint.memory import torch_has_library, torch_platform_version
 from hardpoint.triton import triton_attention_capabilities
 from hardpoint.triton.build import TorchBuild
@@ -71,7 +71,9 @@ def _attention() -> AttentionCapabilities:
     if kernels is Attention.FLASHINFER:
         return flashinfer_attention_capabilities()
     claims = triton_attention_capabilities()
-    return claims if kernels is Attention.TRITON else replace(claims, determinism=Determinism.RUN_TO_RUN)
+    if kernels is Attention.TRITON:
+        return claims
+    return replace(claims, determinism=Determinism.RUN_TO_RUN, graph_level=GraphLevel.UNIFORM_DECODE)
 
 
 def _attention_notes() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ _DTYPES = _HALF | {DType.FLOAT32}
 MAX_CONTEXT = 1 << 20
 
 
-def triton_attention_capabilities(graph_level: GraphLevel = GraphLevel.UNIFORM_DECODE) -> AttentionCapabilities:
+def triton_attention_capabilities(graph_level: GraphLevel = GraphLevel.MIXED) -> AttentionCapabilities:
     """Return what `TritonAttention` does on any device that Triton compiles for.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hardpoint.interfaces import AttentionCapabilities, AttentionFeature, Determinism, DType, IntSet
+from hardpoint.interfaces import AttentionCapabilities, AttentionFeature, Determinism, DType, GraphLevel, IntSet
 from hardpoint.triton import triton_attention_capabilities
 
 _DTYPES = frozenset({DType.FLOAT16, DType.BFLOAT16})
@@ -16,6 +16,7 @@ def flashinfer_attention_capabilities() -> AttentionCapabilities:
     """Return what is served by FlashInfer, within what Triton's kernels do, whose cache it reads.
 
     Head dimensions are those of its table of instances (DISPATCH_HEAD_DIM) up to 256. Results depend on the batch: tiles and splits do.
+    Its wrappers for prompts are planned for a step's lengths, so that decodes alone are captured.
     """
     claims = triton_attention_capabilities()
     return replace(
@@ -24,5 +25,6 @@ def flashinfer_attention_capabilities() -> AttentionCapabilities:
         kv_dtypes={dtype: claims.kv_dtypes[dtype] for dtype in sorted(_DTYPES)},
         head_dims=IntSet.of(64, 128, 256),
         features=claims.features - _NEVER,
+        graph_level=GraphLevel.UNIFORM_DECODE,
         determinism=Determinism.RUN_TO_RUN,
     )
