@@ -13,6 +13,7 @@ from conformance_tests.tests.recorded_graphs import (
     DeafRecorder,
     GraphedAttention,
     HostArguments,
+    MixedAttention,
     Recorder,
     StaleAttention,
     UpdatedRecorder,
@@ -67,6 +68,25 @@ def test_right_graphs_pass(make: Callable[..., suite.Captured]) -> None:
         suite.test_replay_of_a_smaller_batch(make(), live, Quality())
     target = graphed()
     suite.test_graphs_of_several_sizes(target, target.claims, np.random.default_rng(0), Quality())
+
+
+def test_right_graphs_of_steps_with_prompts_pass() -> None:
+    target = graphed(MixedAttention)
+
+    def capture() -> suite.Captured:
+        return suite.Captured(target, target.claims, np.random.default_rng(0), num_tokens=(suite.TOKENS,))
+
+    suite.test_replay_of_steps_with_prompts(capture(), Quality())
+    for mix in suite.MIXES:
+        suite.test_padding_of_steps_with_prompts(capture(), mix, Quality())
+    suite.test_replays_with_prompts_have_the_bits_of_eager_steps(capture(), target.claims)
+    suite.test_graphs_with_prompts_beside_those_of_decodes(target, target.claims, np.random.default_rng(0), Quality())
+
+
+def test_graphs_with_prompts_that_are_claimed_and_not_planned_are_found() -> None:
+    target = graphed()
+    with pytest.raises(AssertionError, match="claimed and not planned"):
+        suite.Captured(target, target.claims, np.random.default_rng(0), num_tokens=(suite.TOKENS,))
 
 
 def test_stale_metadata_is_found(make: Callable[..., suite.Captured]) -> None:

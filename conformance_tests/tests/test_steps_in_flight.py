@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance_tests.tests.recorded_graphs import Recorder, graphed
+from conformance_tests.tests.recorded_graphs import GraphedAttention, MixedAttention, Recorder, graphed
 from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces import StepInput
 from hardpoint.interfaces.errors import InvalidSamplingParams
@@ -125,14 +125,16 @@ def test_a_processor_bans_tokens(model: Model) -> None:
     assert all(token % 2 for token in tokens)
 
 
-def test_captured_decodes_with_steps_in_flight(model: Model) -> None:
+@pytest.mark.parametrize("attention", [GraphedAttention, MixedAttention], ids=["decodes", "mixed"])
+def test_captured_steps_with_steps_in_flight(model: Model, attention: Any) -> None:
     """A replay's inputs and its tokens in flight are put in on the device; graphs are replayed while steps are in flight."""
     with engine(graphed(), model, use_fused_decoder=False, enforce_eager=True) as llm:
         eager = serve(llm)
     Recorder.replays.clear()
-    with engine(asynchronous(graphed()), model, use_fused_decoder=False) as llm:
+    with engine(asynchronous(graphed(attention)), model, use_fused_decoder=False) as llm:
         assert serve(llm) == eager
     assert len(Recorder.replays) > 20
+    assert any(key < 0 for key in Recorder.replays) is (attention is MixedAttention)
 
 
 @pytest.mark.parametrize("setting", [{"engine_process": True}, {"executor": "multi_process"}], ids=str)

@@ -22,16 +22,23 @@ from conformance_tests.tests.recorded_graphs import (
     DeafRecorder,
     GraphedAttention,
     HostArguments,
+    MixedAttention,
     Recorder,
     StaleAttention,
     UpdatedRecorder,
     graphed,
 )
-from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, SleepPlan
+from hardpoint.interfaces import GRAPHS, KV_CACHE, WEIGHTS, GraphLevel, Policy, Pooling, SleepPlan
 from hardpoint.interfaces.errors import CapabilityRefused, GraphCaptureFailed, WorkerError
+from hardpoint_conformance.mutants.derived import derived
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model, shape_for, tiny_model
 from hardpoint_conformance.worker_bench import WorkerBench, config_for, running, sleep, wake
+from hardpoint_cpu.attention import CpuAttention
+
+StaleMixed: Any = derived(MixedAttention, {"prepare": CpuAttention.prepare})
+"""Replays with the metadata of the capture."""
+BOTH = pytest.mark.parametrize("attention", [GraphedAttention, MixedAttention], ids=["decodes", "mixed"])
 
 
 class OldTokens(TorchFunctionMode):
@@ -182,10 +189,27 @@ def test_graphs_give_the_tokens_of_eager_steps(model: Model, eager: list[list[in
     assert set(Recorder.replays) >= {4, 8}
 
 
-def test_captured_steps_compute_by_kernels_alone(model: Model) -> None:
+def test_graphs_of_steps_with_prompts_give_the_tokens_of_eager_steps(model: Model, eager: list[list[int]]) -> None:
+    steps = 0
+
+    class Counting(MixedAttention):  # type: ignore[misc, valid-type]
+        def prepare(self, plan: Any, batch: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().prepare(plan, batch)
+
+    with serving(model, graphed(Counting)) as bench:
+        steps = 0
+        assert serve(bench, model) == eager
+    assert set(Recorder.replays) >= {4, 8, -32, -64, -128}
+    assert steps == len(Recorder.replays), "every step is replayed"
+
+
+@BOTH
+def test_captured_steps_compute_by_kernels_alone(model: Model, attention: Any) -> None:
     """Kernels find what they read by address, whatever is mapped there; nobody has shown that of a driver's copies in a graph."""
     Nodes.found.clear()
-    with serving(model, graphed(runner=Nodes)) as bench:
+    with serving(model, graphed(attention, Nodes)) as bench:
         bench.begin([1, 2, 3])
         bench.step()
         bench.step()
@@ -195,8 +219,14 @@ def test_captured_steps_compute_by_kernels_alone(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "parts",
-    [{"attention": StaleAttention}, {"runner": StaleInputs}, {"runner": Lazy}],
-    ids=["metadata", "inputs", "outputs"],
+    [
+        {"attention": StaleAttention},
+        {"attention": StaleMixed},
+        {"runner": StaleInputs},
+        {"attention": MixedAttention, "runner": StaleInputs},
+        {"runner": Lazy},
+    ],
+    ids=["metadata", "mixed-metadata", "inputs", "mixed-inputs", "outputs"],
 )
 def test_stale_graphs_show_in_the_tokens(model: Model, eager: list[list[int]], parts: dict[str, type]) -> None:
     with serving(model, graphed(**parts)) as bench:
@@ -215,6 +245,77 @@ def test_steps_beyond_the_largest_graph_and_with_prompts_run_eagerly(model: Mode
         bench.step()
         bench.step({sequence.seq_id: 1 for sequence in sequences[:1]})
         assert Recorder.replays == [4, 1]
+
+
+def test_steps_with_prompts_replay_the_next_larger_graph(model: Model) -> None:
+    with serving(model, graphed(MixedAttention), max_num_batched_tokens=48) as bench:
+        sequences = [bench.begin([1 + index, 2]) for index in range(3)]
+        bench.step()
+        bench.step()
+        late = bench.begin([3] * 60)
+        bench.step({late.seq_id: 45} | {sequence.seq_id: 1 for sequence in sequences})
+        bench.step({late.seq_id: 14})  # nothing is sampled
+        bench.step()
+        assert Recorder.replays == [-16, 4, -48, -16, 4]
+
+
+def test_steps_whose_hidden_states_are_all_wanted_run_eagerly(model: Model) -> None:
+    prompt = [*range(30)]
+    with serving(model, enforce_eager=True) as bench:
+        bench.begin(prompt, pooling=Pooling.MEAN)
+        (wanted,) = bench.step().embeddings.values()
+    with serving(model, graphed(MixedAttention)) as bench:
+        bench.begin(prompt, pooling=Pooling.MEAN)
+        (found,) = bench.step().embeddings.values()
+        assert not Recorder.replays
+        bench.begin(prompt[:3], pooling=Pooling.MEAN)
+        bench.step()
+        assert Recorder.replays == [-16]
+    assert np.array_equal(found, wanted)
+
+
+def random_steps(bench: WorkerBench, model: Model, seed: int) -> list[list[int]]:
+    """Serve sequences that come, are computed in chunks of any size, beside one another, preempted and ended, all by chance.
+
+    What is done depends on the seed and the sequences' lengths alone, not on their tokens.
+    """
+    rng = np.random.default_rng(seed)
+    served: list[Any] = []
+    for _ in range(40):
+        if len(bench.sequences) < MOST and rng.random() < 0.5:
+            sampled = {"temperature": 0.9, "seed": int(rng.integers(99))} if rng.random() < 0.5 else {}
+            prompt = rng.integers(0, model.shape.vocab, int(rng.integers(1, 70))).tolist()
+            served.append(bench.begin(prompt, **sampled))
+        running = list(bench.sequences.values())
+        for sequence in running:
+            if rng.random() < 0.05:
+                bench.give_blocks(sequence)
+                sequence.computed = 0
+            elif len(sequence.tokens) > 110:
+                bench.finish(sequence)
+        work, left = {}, bench.config.max_num_batched_tokens
+        for sequence in bench.sequences.values():
+            most = min(sequence.pending, left)
+            count = most if rng.random() < 0.6 else int(rng.integers(0, most + 1))
+            work[sequence.seq_id], left = count, left - count
+        if any(work.values()):
+            bench.step(work)
+    return [one.generated for one in served]
+
+
+MOST = 7
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [None, 24], ids=["whole", "window"])
+def test_random_schedules_give_the_tokens_of_eager_steps(seed: int, window: int | None) -> None:
+    model = tiny_model(shape_for(graphed().claims, window=window))
+    with serving(model, enforce_eager=True) as bench:
+        expected = random_steps(bench, model, seed)
+    assert sum(map(len, expected)) > 60
+    with serving(model, graphed(MixedAttention), max_num_batched_tokens=256) as bench:
+        assert random_steps(bench, model, seed) == expected
+    assert sum(key < 0 for key in Recorder.replays) > 10
 
 
 def test_steps_that_verify_drafted_tokens_are_replayed(model: Model) -> None:
