@@ -74,7 +74,7 @@ class TritonClaimsSuite:
         backend = self.descriptor.hardpoint_backend()
         claims = backend.capabilities(device)
         assert claims.explain(REQUEST) == ()
-        assert claims.attention.graph_level is GraphLevel.UNIFORM_DECODE
+        assert claims.attention.graph_level is GraphLevel.MIXED
         assert (claims.collectives, 2 in claims.tensor_parallel) == ((), False)
         monkeypatch.setattr(self.capabilities, f"has_{self.collectives}", lambda: True)
         claims = backend.capabilities(device)

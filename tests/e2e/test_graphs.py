@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from conformance_tests.tests.recorded_graphs import Hungry, Recorder, StaleAttention, graphed
+from conformance_tests.tests.recorded_graphs import (
+    GraphedAttention,
+    Hungry,
+    MixedAttention,
+    Recorder,
+    StaleAttention,
+    graphed,
+)
 from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces import GRAPHS, DeviceAllocator, Platform
 from hardpoint.interfaces.errors import KVCacheTooSmall, WorkerError
@@ -73,6 +80,20 @@ def test_tokens_are_those_of_eager_steps(eager: Any, monkeypatch: pytest.MonkeyP
     assert set(Recorder.replays) == {1, 2, 4, 6}
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("budget", [None, 16], ids=["whole", "chunks"])
+def test_tokens_of_captured_steps_with_prompts_are_those_of_eager_steps(
+    eager: Any, monkeypatch: pytest.MonkeyPatch, mode: str, budget: int | None
+) -> None:
+    budgets = {} if budget is None else {"max_num_batched_tokens": budget}
+    with engine(monkeypatch, graphed(MixedAttention), preemption_mode=mode, **budgets) as llm:
+        assert tokens(llm) == eager
+        stats = llm.stats()
+        assert stats.preemptions > 0
+        assert len(Recorder.replays) > 0.9 * stats.steps
+    assert set(Recorder.replays) >= {1, 2, 4, 6, -16}
+
+
 def test_graphs_with_old_metadata_show_in_the_tokens(eager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(monkeypatch, graphed(attention=StaleAttention)) as llm:
         try:
@@ -86,9 +107,9 @@ TOTAL, STEP = 64 << 20, 8 << 20
 """Bytes of a small device, and what its largest step takes."""
 
 
-def budgeted(runner: type = Hungry) -> Target:
+def budgeted(runner: type = Hungry, attention: Any = GraphedAttention) -> Target:
     """A target whose device has its memory to itself, all of it in the allocator's books."""
-    target = graphed(runner=runner)
+    target = graphed(attention, runner)
 
     class Budgeted(Platform):
         def total_and_used(self, allocator: DeviceAllocator, ranks: int) -> tuple[int, int]:
@@ -101,15 +122,20 @@ def budgeted(runner: type = Hungry) -> Target:
     return target.with_descriptor(platform=lambda: Budgeted)
 
 
-@pytest.mark.parametrize(("most", "graphs"), [(1, 1), (6, 4), (40, 7)])
+@pytest.mark.parametrize(
+    ("most", "graphs", "attention"),
+    [(1, 1, GraphedAttention), (6, 4, GraphedAttention), (40, 7, GraphedAttention), (40, 12, MixedAttention)],
+    ids=["1", "6", "40", "40-mixed"],
+)
 def test_kv_cache_leaves_room_for_the_graphs_that_follow_it(
-    monkeypatch: pytest.MonkeyPatch, most: int, graphs: int
+    monkeypatch: pytest.MonkeyPatch, most: int, graphs: int, attention: Any
 ) -> None:
-    """Of 7 sizes 4 are captured for the estimate, which is exact where all but the largest take the same."""
+    """Of all sizes 4 are captured for the estimate, which is exact where all but the largest take the same."""
     sizes = {"num_device_blocks": None, "max_num_seqs": most, "memory_utilization": 0.5, "swap_space": 0}
+    sizes["max_num_batched_tokens"] = 200
     with engine(monkeypatch, budgeted(), enforce_eager=True, **sizes) as llm:
         eager = llm.info.num_device_blocks
-    with engine(monkeypatch, budgeted(), **sizes) as llm:
+    with engine(monkeypatch, budgeted(attention=attention), **sizes) as llm:
         block = llm.info.kv_bytes // llm.info.num_device_blocks
         (status,) = llm.engine._loop.core.executor.call("status")
         held = status.memory

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from conformance_tests.tests.recorded_graphs import MixedAttention, Recorder, graphed
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.config import EngineConfig
 from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.plugins import Resolved
 
 WINDOW, CONTEXT, BLOCK = 16, 256, 8
 SHAPE: dict[str, Any] = {
@@ -124,6 +126,20 @@ def test_tokens_are_those_of_one_block_table(model: str, expected: Any, settings
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss"], indirect=True)  # one model with several groups is enough
+def test_captured_steps_have_the_blocks_of_every_group(
+    model: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = graphed(MixedAttention)
+    monkeypatch.setattr(
+        "hardpoint.engine.startup.resolve_backend", lambda *args, **named: Resolved(target.descriptor, target.device)
+    )
+    Recorder.replays.clear()
+    with _engine(model, use_fused_decoder=False, max_num_batched_tokens=64, max_num_seqs=6) as llm:
+        assert _tokens(llm) == expected
+    assert min(Recorder.replays) == -64
+    assert max(Recorder.replays) > 0
+
+
 def test_ranks_are_told_the_blocks_of_every_group(model: str, expected: Any) -> None:
     with _engine(model, executor="multi_process", tensor_parallel_size=2) as llm:
         assert _tokens(llm) == expected

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Static:
-    """Metadata whose address stays: what `prepare` found last, for the number of tokens that it was captured with."""
+    """Metadata whose address stays: what `prepare` found last, for the plan and the number of tokens that it was captured with."""
 
     now: Any = None
 
@@ -55,7 +55,7 @@ def recorded(base: Any, level: GraphLevel = GraphLevel.UNIFORM_DECODE) -> Method
         step = base.prepare(self, plan, batch)
         if self._static is None:
             return step
-        static = self._static.setdefault(batch.num_tokens, Static())
+        static = self._static.setdefault((id(plan), batch.num_tokens), Static())
         static.now = step
         return static
 
