@@ -136,6 +136,8 @@ test-clients: .torch/clients/.installed  ## lm-eval, LangChain, LlamaIndex, outl
 
 KERNEL_CLAUSES := $(foreach part,product row gather,blocks.$(part)) linear.product experts.mixture adapters.product adapters.row sample.definition sample.row
 
+GRAPH_CLAUSES := $(addprefix replay.,inputs metadata padded) capture.sizes $(addprefix mixed.,replay padded sizes same-bits)
+
 # One thread for each process of the suite: the interpreter has no use for more.
 conformance-triton: export TRITON_INTERPRET = 1
 conformance-triton: export OMP_NUM_THREADS = 1
@@ -143,6 +145,8 @@ conformance-triton: .torch/triton/.installed  ## The conformance suite on the Tr
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter --level L2 --level L3 --jobs 2 --report build/conformance/triton
 # Of the level of workers, what is asked of the kernel set alone.
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter $(KERNEL_CLAUSES:%=--clause kernels.%@1) --jobs 2 --report build/conformance/triton-kernels
+# Of the last level, steps that are captured: what is recorded there is launched again.
+	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter $(GRAPH_CLAUSES:%=--clause graph.%@1) --jobs 2 --report build/conformance/triton-graphs
 
 test-triton: .torch/triton/.installed  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
 	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels tests/test_triton_launches.py core/tests/worker/test_kv_scales.py core/tests/worker/test_stored_blocks.py

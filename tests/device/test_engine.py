@@ -99,12 +99,50 @@ def tokens(llm: LLM, count: int) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def tokens_of_arrivals(llm: LLM, count: int) -> list[list[int]]:
+    """Return what an engine answers to `count` requests that arrive one after the other, while those before are decoded."""
+    prompts, params = requests(count)
+    found: dict[int, list[int]] = {}
+    for number in itertools.count():
+        if number % 2 == 0 and number // 2 < count:
+            llm.engine.add_request(str(number // 2), prompts[number // 2], params[number // 2])
+        for output in llm.engine.step():
+            found[int(output.request_id)] = list(output.outputs[0].token_ids)  # type: ignore[union-attr]
+        if number // 2 >= count and not llm.engine.has_unfinished_requests():
+            break
+    return [found[number] for number in range(count)]
+
+
 def test_graphs_give_the_tokens_of_eager_steps(make: MakeEngine, captures: bool) -> None:
     if not captures:
         pytest.skip(f"backend '{BACKEND}' captures no graphs")
     graphs, eager = make(), make(enforce_eager=True)
     for count in (1, 3, 20, 2):
         assert tokens(graphs, count) == tokens(eager, count)
+
+
+@pytest.mark.parametrize("budget", [None, 24], ids=["whole", "chunks"])
+def test_graphs_give_the_tokens_of_eager_steps_to_requests_that_arrive_while_others_decode(
+    make: MakeEngine, claims: AttentionCapabilities, monkeypatch: pytest.MonkeyPatch, budget: int | None
+) -> None:
+    """Prompts in one piece and in chunks; where steps with prompts are captured, these are replayed."""
+    if claims.graph_level is GraphLevel.NONE:
+        pytest.skip(f"backend '{BACKEND}' captures no graphs")
+    from hardpoint.worker import TorchGraphRunner
+
+    budgets = {} if budget is None else {"max_num_batched_tokens": budget}
+    graphs, eager = make(**budgets), make(enforce_eager=True, **budgets)
+    replay, keys = TorchGraphRunner.replay, set()
+
+    def note(self: TorchGraphRunner, key: int) -> None:
+        keys.add(key)
+        replay(self, key)
+
+    monkeypatch.setattr(TorchGraphRunner, "replay", note)
+    for count in (1, 3, 20, 2):
+        assert tokens_of_arrivals(graphs, count) == tokens_of_arrivals(eager, count)
+    assert max(keys) > 0
+    assert (min(keys) < 0) is (claims.graph_level >= GraphLevel.MIXED)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -130,7 +168,8 @@ def test_replays_with_fresh_metadata_give_the_tokens_of_eager_steps(make: MakeEn
     before = graphs.stats().steps
     for number in itertools.count():
         count = 1 + number % 20
-        assert tokens(graphs, count) == tokens(eager, count), f"batch {number}"
+        serve = tokens_of_arrivals if number % 2 else tokens
+        assert serve(graphs, count) == serve(eager, count), f"batch {number}"
         if graphs.stats().steps - before >= REPLAYS:
             break
 

@@ -94,7 +94,7 @@ class TorchBuild:
 
     def _notes(self, has_collectives: bool) -> tuple[str, ...]:
         return (
-            "graphs: decode steps, in memory that sleeps",
+            "graphs: of steps, in memory that sleeps",
             *(() if has_collectives else (f"ranks: one, since {self.collectives.upper()} is not installed",)),
             f"kernels: tested in Triton's interpreter, and compiled for {self.targets}",
             *((f"attention, graphs: verified {self.verified}",) if self.verified else ()),
