@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import itertools
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import StepBatch
 from hardpoint.interfaces.batch import in_groups
-from hardpoint.worker.decode_graphs import PaddedStep, graph_sizes
+from hardpoint.worker.decode_graphs import GraphShape, PaddedStep, graph_sizes, mixed_sizes
 
 SIZE = 6
 TABLE = np.arange(8 * 4, dtype=np.int32).reshape(8, 4)
@@ -35,6 +36,28 @@ def test_sizes_end_with_the_most_that_a_step_can_have(most: int, sizes: tuple[in
 def test_steps_of_more_than_512_sequences_are_not_captured() -> None:
     assert graph_sizes(4096) == graph_sizes(512)
     assert graph_sizes(512)[-2:] == (496, 512)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (16, (16,)), (40, (16, 32, 40)), (256, (16, 32, 64, 128, 192, 256))],
+)
+def test_steps_with_prompts_end_with_the_most_tokens_that_a_step_can_have(most: int, sizes: tuple[int, ...]) -> None:
+    assert mixed_sizes(most) == sizes
+
+
+def test_steps_of_more_than_2048_tokens_are_not_captured() -> None:
+    sizes = mixed_sizes(8192)
+    assert sizes[-1] == 2048
+    # Beyond what the weights' bytes take anyway, padding is less than half of the tokens.
+    assert all(larger <= 1.5 * smaller for smaller, larger in itertools.pairwise(sizes) if smaller >= 128)
+
+
+def test_a_step_with_prompts_has_no_more_sequences_and_samples_than_tokens() -> None:
+    small, large = GraphShape.of_tokens(16, 72), GraphShape.of_tokens(512, 72)
+    assert (small.seqs, small.rows, large.seqs, large.rows) == (17, 16, 73, 72)
+    keys = {GraphShape.of_decodes(16).key, small.key, large.key}
+    assert len(keys) == 3
 
 
 def decodes(rows: list[int], contexts: list[int]) -> StepBatch:
@@ -94,6 +117,32 @@ def test_a_step_holds_its_batch_and_padding_and_nothing_of_those_before(batches:
         assert (found.num_decodes, found.num_tokens, found.num_seqs) == (count, SIZE, SIZE)
         assert found.block_table is TABLE
         assert plain(found) == plain(padded().fill(batch))
+
+
+@given(st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=5))
+def test_a_step_with_prompts_holds_its_batch_and_padding_and_nothing_of_those_before(batches: list[list[int]]) -> None:
+    tokens, seqs = 12, 4
+    buffer = np.full(2 * tokens, -9, np.int64)
+    step = PaddedStep(buffer[:tokens], buffer[tokens:], (8, 4), 2, seqs)
+    for queries in batches:
+        count, used = len(queries), sum(queries)
+        one = decodes([*range(count)], [9, 9, 9])
+        batch = replace(
+            one,
+            token_ids=np.arange(used, dtype=np.int64) + 50,
+            positions=np.arange(used, dtype=np.int64),
+            slot_mapping=np.arange(used, dtype=np.int32),
+            query_start=np.cumsum([0, *queries]).astype(np.int32),
+            num_decodes=0,
+        )
+        found = step.fill(in_groups(batch, 2, 4))
+        assert found.query_start.tolist() == [*batch.query_start.tolist(), *[used] * (seqs - count)]
+        assert found.token_ids.tolist() == [*batch.token_ids.tolist(), *[0] * (tokens - used)]
+        assert found.positions.tolist() == [*range(used), *[0] * (tokens - used)]
+        assert found.context_lens.tolist() == [*[9] * count, *[0] * (seqs - count)]
+        for own in found.by_group():
+            assert set(own.slot_mapping[used:].tolist()) <= {-1}
+            assert (own.slot_mapping[:used] >= 0).all()
 
 
 def test_every_kv_cache_group_has_its_slots_and_table() -> None:

@@ -212,7 +212,7 @@ class StepBuilder:
         self._reserved, self._mixed = _Static.over(buffer, max_num_seqs, sizes, {}), {}
 
     def reserve_mixed(self, max_num_seqs: int, num_tokens: Sequence[int]) -> None:
-        """Allocate static metadata, which steps of so many tokens with prompts share. Comes after `reserve` for as many sequences.
+        """Reserve static metadata of steps of so many tokens with prompts, after `reserve` for as many sequences; all are in one place.
 
         The launches are those of the most tiles that there may be. In the place of tiles that a step does not have there are some of its
         last sequence, which has no queries.
@@ -229,7 +229,15 @@ class StepBuilder:
             sizes = [_HEADER, tokens, seqs, seqs + 1, items, seqs, *(2 * room for room in tiles.values())]
             shapes[tokens] = seqs - 1, sizes, tiles
             size = max(size, _places([*sizes, seqs * geometry.max_blocks])[-1])
-        buffer = self._room(size)
+        reserved = self._reserved
+        if reserved is None:
+            raise InvalidBatch(
+                "steps with prompts are reserved for after those of decodes", found="no such reservation"
+            )
+        buffer = reserved.buffer
+        if size > buffer.numel():
+            buffer = self._room(size)
+            self._reserved = _Static.over(buffer, reserved.decodes, reserved.sizes, reserved.tiles)
         self._mixed = {tokens: _Static.over(buffer, *shape) for tokens, shape in shapes.items()}
 
     def build(self, batch: StepBatch) -> Step:

@@ -35,7 +35,7 @@ LARGEST = 512
 """Most sequences of a captured step: larger ones keep a device busy without graphs."""
 MOST_TOKENS = 2048
 """Most tokens of a captured step with prompts, for the same reason."""
-_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536)
+_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792)
 
 _log = logging.getLogger("hardpoint")
 
