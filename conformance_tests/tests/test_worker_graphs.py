@@ -1,4 +1,4 @@
-"""The ready-made worker with captured decodes gives the tokens of eager steps, and wrong graphs show in its tokens."""
+"""The ready-made worker with captured steps gives the tokens of eager steps, and wrong graphs show in its tokens."""
 
 from __future__ import annotations
 

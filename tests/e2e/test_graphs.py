@@ -1,4 +1,4 @@
-"""The engine over captured decodes: the tokens of eager steps in real schedules with preemption, prefixes, samples, sleep; its memory."""
+"""The engine over captured steps: the tokens of eager steps in real schedules with preemption, prefixes, samples, sleep; its memory."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_graphs_that_leave_no_room_for_one_request_are_named(monkeypatch: pytest
 
     target = budgeted(Greedy)
     with (
-        pytest.raises(KVCacheTooSmall, match=r"\d{8,} for captured decodes"),
+        pytest.raises(KVCacheTooSmall, match=r"\d{8,} for captured steps"),
         engine(monkeypatch, target, num_device_blocks=None, memory_utilization=0.5),
     ):
         pass

@@ -117,7 +117,7 @@ def _too_small(profile: MemoryProfile, model: ModelInfo, num_blocks: int, fits: 
         f"one request of {model.max_model_len} tokens needs {needed} bytes of KV cache, beside {model.weight_bytes} bytes of weights",
         (
             f"{left} of {profile.total} at a memory utilisation of {profile.utilization} ({profile.used} in use,"
-            f" {profile.peak - profile.current} for the largest step, {profile.graphs} for captured decodes)"
+            f" {profile.peak - profile.current} for the largest step, {profile.graphs} for captured steps)"
         ),
         others,
         last,

@@ -137,11 +137,24 @@ STEPS = [
 ]
 
 
+def random_step(rng: Any) -> tuple[list[int], list[int]]:
+    """Return queries and contexts of decodes, then of prompts and chunks of them, of up to 64 tokens."""
+    decodes = int(rng.integers(0, SEQS + 1))
+    queries = [1] * decodes
+    for _ in range(int(rng.integers(decodes == 0, SEQS - decodes + 1))):
+        queries.append(int(rng.integers(1, 13)))
+    before = [
+        int(rng.choice([0, 1, 15, 255, 256, 600]) if at >= decodes else rng.integers(1, MOST))
+        for at in range(len(queries))
+    ]
+    return queries, [q + b for q, b in zip(queries, before, strict=True)]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_captured_step_computes_any_step_with_prompts_bit_by_bit(name: str) -> None:
     rng = np.random.default_rng(0)
     captured, plain = (Bench(LAYERS[name], (16, 64), graphs=graphs) for graphs in (True, False))
-    for number, (queries, contexts) in enumerate([*STEPS, *STEPS[::-1]]):
+    for number, (queries, contexts) in enumerate([*STEPS, *STEPS[::-1], *(random_step(rng) for _ in range(12))]):
         blocks = -(-max(contexts) // BLOCK_SIZE)
         table = rng.permutation(BLOCKS)[: len(queries) * blocks].reshape(len(queries), blocks).astype(np.int32)
         size = 16 if sum(queries) <= 16 else 64
