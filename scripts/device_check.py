@@ -37,6 +37,7 @@ from device_steps import (
     check_engine,
     check_expandable,
     check_misuse,
+    check_mixed,
     check_profile,
     check_sleep,
     check_tests,
@@ -54,6 +55,7 @@ STEPS = {
         " without graphs, and its sleep between captured steps"
     ),
     "expandable": "tests/device of torch and of an engine once more, under torch's expandable segments",
+    "mixed": "tests/device of an engine once more, with graphs of steps with prompts (HARDPOINT_MIXED_GRAPHS=1)",
     "misuse": "the misuse probe (CUDA): what the driver answers to about 70 wrong calls",
     "attention": "benchmarks/device_attention.py: attention kernels beside the speed of copies and torch's own attention",
     "sleep": "benchmarks/sleep_device.py: sleep and wake beside the speed of pinned copies, and of an engine with its graphs",
@@ -168,6 +170,7 @@ def checks(gib: float) -> dict[str, Callable[[Run, Finding], None]]:
         "doctor": check_doctor,
         "tests": check_tests,
         "expandable": check_expandable,
+        "mixed": check_mixed,
         "misuse": check_misuse,
         "attention": check_attention,
         "sleep": partial(check_sleep, gib=gib),

@@ -89,6 +89,15 @@ def check_expandable(run: Run, finding: Finding) -> None:
         _tests(run, finding, "expandable segments", "expandable", files, settings)
 
 
+def check_mixed(run: Run, finding: Finding) -> None:
+    """The tests of an engine once more, with graphs of steps with prompts, which are captured only where that is asked for."""
+    if finding.backend not in EXPANDABLE:
+        run.add(Step("graphs of prompts", "not run", "the backend captures decodes alone"))
+    elif _computes(run, finding, "graphs of prompts"):
+        files = ["tests/device/test_engine.py", "--deselect", LONGEST_TEST]
+        _tests(run, finding, "graphs of prompts", "mixed", files, {"HARDPOINT_MIXED_GRAPHS": "1"})
+
+
 def _tests(
     run: Run, finding: Finding, name: str, kind: str, arguments: Iterable[str], settings: Mapping[str, str]
 ) -> None:

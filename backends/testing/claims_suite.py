@@ -18,7 +18,7 @@ from hardpoint.interfaces import (
     IntSet,
     TorchPoolScope,
 )
-from hardpoint.interfaces.errors import CapabilityRefused
+from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
 
 REQUEST = AttentionRequest((AttentionLayer(8, 8, 64, 0.125),), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
 
@@ -74,13 +74,26 @@ class TritonClaimsSuite:
         backend = self.descriptor.hardpoint_backend()
         claims = backend.capabilities(device)
         assert claims.explain(REQUEST) == ()
-        assert claims.attention.graph_level is GraphLevel.MIXED
+        assert claims.attention.graph_level is GraphLevel.UNIFORM_DECODE
         assert (claims.collectives, 2 in claims.tensor_parallel) == ((), False)
         monkeypatch.setattr(self.capabilities, f"has_{self.collectives}", lambda: True)
         claims = backend.capabilities(device)
         assert claims.collectives == (self.collectives,)
         assert (8 in claims.tensor_parallel, 9 in claims.tensor_parallel) == (True, False)
         assert any("not verified on hardware" in note for note in claims.notes)
+
+    @pytest.mark.usefixtures("torch_is_built")
+    def test_steps_with_prompts_are_captured_where_that_is_asked_for(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend = self.descriptor.hardpoint_backend()
+        monkeypatch.setenv("HARDPOINT_MIXED_GRAPHS", "1")
+        claims = backend.capabilities(device)
+        assert claims.attention.graph_level is GraphLevel.MIXED
+        assert any("no hardware has run those with prompts" in note for note in claims.notes)
+        monkeypatch.setenv("HARDPOINT_MIXED_GRAPHS", "yes")
+        with pytest.raises(ConfigError, match="HARDPOINT_MIXED_GRAPHS=yes"):
+            backend.capabilities(device)
 
     @pytest.mark.usefixtures("torch_is_built")
     def test_attention_needs_what_the_kernels_are_made_for(self, device: Device) -> None:

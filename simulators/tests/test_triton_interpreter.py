@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hardpoint.interfaces import Device
+from hardpoint.interfaces import Device, GraphLevel
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint_simulators.triton_interpreter import descriptor
 
@@ -50,7 +50,7 @@ def test_it_is_the_last_choice_and_has_no_worker() -> None:
 def test_claims_are_a_part_of_the_kernels_own() -> None:
     from hardpoint.triton import triton_attention_capabilities
 
-    small, whole = descriptor.capabilities(DEVICE).attention, triton_attention_capabilities()
+    small, whole = descriptor.capabilities(DEVICE).attention, triton_attention_capabilities(GraphLevel.MIXED)
     assert (small.dtypes, small.kv_dtypes, small.features) == (whole.dtypes, whole.kv_dtypes, whole.features)
     for name in ("head_dims", "block_sizes", "group_sizes"):
         assert all(number in getattr(whole, name) for number in getattr(small, name).values), name

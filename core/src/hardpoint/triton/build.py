@@ -10,13 +10,14 @@ from hardpoint.interfaces.capabilities import (
     AttentionCapabilities,
     Capabilities,
     Determinism,
+    GraphLevel,
     IntSet,
     MemoryCapabilities,
     SleepTier,
     TorchPoolScope,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.triton.capabilities import triton_attention_capabilities
+from hardpoint.triton.capabilities import GRAPHS_VARIABLE, triton_attention_capabilities, wanted_graphs
 from hardpoint.triton.choice import attention_choice
 
 MAX_RANKS = 8
@@ -93,8 +94,14 @@ class TorchBuild:
         )
 
     def _notes(self, has_collectives: bool) -> tuple[str, ...]:
+        unproved = "no hardware has run those with prompts"
+        graphs = (
+            f"graphs: of all steps, since {GRAPHS_VARIABLE}=1 asks for it; {unproved}"
+            if wanted_graphs() is GraphLevel.MIXED
+            else f"graphs: of decodes; {GRAPHS_VARIABLE}=1 asks for those of all steps, but {unproved}"
+        )
         return (
-            "graphs: of steps, in memory that sleeps",
+            graphs,
             *(() if has_collectives else (f"ranks: one, since {self.collectives.upper()} is not installed",)),
             f"kernels: tested in Triton's interpreter, and compiled for {self.targets}",
             *((f"attention, graphs: verified {self.verified}",) if self.verified else ()),

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionFeature, Determinism, GraphLevel, IntSet
 from hardpoint.interfaces.dtypes import DType
+from hardpoint.interfaces.errors import ConfigError
 
 _HALF = frozenset({DType.FLOAT16, DType.BFLOAT16})
 _DTYPES = _HALF | {DType.FLOAT32}
 MAX_CONTEXT = 1 << 20
+GRAPHS_VARIABLE = "HARDPOINT_MIXED_GRAPHS"
+"""1 has steps with prompts captured, too. Not by default: no hardware has run them yet."""
 
 
-def triton_attention_capabilities(graph_level: GraphLevel = GraphLevel.MIXED) -> AttentionCapabilities:
+def wanted_graphs(environment: Mapping[str, str] = os.environ) -> GraphLevel:
+    """Return which steps are to be captured; raises ConfigError for a setting that is neither 0 nor 1."""
+    asked = environment.get(GRAPHS_VARIABLE, "")
+    if asked not in ("", "0", "1"):
+        raise ConfigError(
+            f"{GRAPHS_VARIABLE}={asked} was asked for",
+            found="it is 1 to capture steps with prompts, and 0 not to",
+            hint=f"Set {GRAPHS_VARIABLE} to 1 or 0, or unset it",
+        )
+    return GraphLevel.MIXED if asked == "1" else GraphLevel.UNIFORM_DECODE
+
+
+def triton_attention_capabilities(graph_level: GraphLevel | None = None) -> AttentionCapabilities:
     """Return what `TritonAttention` does on any device that Triton compiles for.
 
     Args:
-        graph_level: NONE where the device captures no graphs.
+        graph_level: NONE where the device captures no graphs; by default what `wanted_graphs` says.
     """
     return AttentionCapabilities(
         dtypes=_DTYPES,
@@ -35,6 +53,6 @@ def triton_attention_capabilities(graph_level: GraphLevel = GraphLevel.MIXED) ->
                 AttentionFeature.FP8_KV_SCALES,
             }
         ),
-        graph_level=graph_level,
+        graph_level=wanted_graphs() if graph_level is None else graph_level,
         determinism=Determinism.BATCH_INVARIANT,
     )

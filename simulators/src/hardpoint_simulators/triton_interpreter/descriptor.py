@@ -15,6 +15,7 @@ from hardpoint.interfaces import (
     Capabilities,
     Determinism,
     Device,
+    GraphLevel,
     IntSet,
     MemoryCapabilities,
     ProbeResult,
@@ -65,7 +66,7 @@ def capabilities(device: Device) -> Capabilities:
     """Return the kernels' claims, for fewer sizes than they have: a program takes milliseconds for each tile."""
     return Capabilities(
         attention=replace(
-            triton_attention_capabilities(),
+            triton_attention_capabilities(GraphLevel.MIXED),
             head_dims=IntSet.of(16, 64, 80, 256),
             block_sizes=IntSet.of(16, 64),
             default_block_size=16,
