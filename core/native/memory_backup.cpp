@@ -48,7 +48,7 @@ void SourceFile::check() const {
     return;
   }
   throw MemoryFault(Fault::kCorrupt, "the source file " + path_ + " does not hold what was loaded from it",
-                    "it was written since", "Drop the backup with discard_backup, wake, and load the weights again");
+                    "it was written since", "Drop the backup with discard_backup (of an engine: sleep(level=2)), wake, and load the weights again");
 }
 
 bool SourceFile::is_current() const {

@@ -126,7 +126,7 @@ auto with_disk_faults(Call&& call) -> decltype(call()) {
                       "Raise the disk budget, use another tier, or discard (level 2)");
   } catch (const CorruptFile& error) {
     throw MemoryFault(Fault::kCorrupt, "the backup " + error.path + " does not hold what was saved", error.reason,
-                      "Drop it with discard_backup, wake, and load the weights again");
+                      "Drop it with discard_backup (of an engine: sleep(level=2)), wake, and load the weights again");
   } catch (const DiskFull& error) {
     throw MemoryFault(Fault::kBudgetExceeded, "the disk has no room for the backup", error.what(),
                       "Make room, choose another directory or tier, or discard (level 2)");

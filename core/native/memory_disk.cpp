@@ -517,9 +517,10 @@ void DiskFile::verify_header() const {
   const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
   const FileDescriptor file(
       retry_interrupted([&] { return calls.open(calls.context, path_.c_str(), flags, mode_t{0}); }));
-  if (!file.valid() && errno == ENOENT) throw CorruptFile(path_, "it was removed");
-  if (!file.valid()) fail("open", path_, errno);
-  if (const char* difference = difference_of(file.get())) throw CorruptFile(path_, difference);
+  // A name that is gone, or its folder, took no bytes along: the file is open here.
+  const bool is_gone = !file.valid() && (errno == ENOENT || errno == ENOTDIR);
+  if (!file.valid() && !is_gone) fail("open", path_, errno);
+  if (const char* difference = difference_of(is_gone ? file_ : file.get())) throw CorruptFile(path_, difference);
 }
 
 const char* DiskFile::difference_of(int file) const {

@@ -92,8 +92,8 @@ class DiskFile {
   // pieces as `create` was told (std::invalid_argument). After an error the file is as uncommitted as before.
   void commit(std::vector<DiskPiece> pieces);
 
-  // Reads the header anew from the path and compares it with what was committed. Throws CorruptFile when the file is missing, exchanged,
-  // shorter or longer, or its header differs. The payload is checked by its reader, against `pieces`.
+  // Reads the header anew from the path, or from the open file where that has no name any more, and compares it with what was committed. Throws
+  // CorruptFile when the file is exchanged, shorter or longer, or its header differs. The payload is checked by its reader, against `pieces`.
   void verify_header() const;
 
   // As `write`. Throws CorruptFile when the file ends before `size` bytes.

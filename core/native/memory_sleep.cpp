@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -151,6 +152,18 @@ bool is_reusable(const std::shared_ptr<Backup>& old, Tier tier, uint64_t generat
   return old && old->tier == tier && old->copied() && old->generation == generation;
 }
 
+// Whether the file of a backup, if it is in one, is still what was written, as far as that is seen without reading all of it.
+bool is_whole(const Backup& backup) {
+  try {
+    if (backup.disk) backup.disk->verify_header();
+    return true;
+  } catch (const CorruptFile&) {
+    return false;
+  } catch (const DiskError&) {
+    return false;
+  }
+}
+
 const char* const kUndoFailed = "undoing met a second failure: memory that could not be mapped back is asleep with its backup; wake it to try again";
 
 // Whether no sleep can use the backup any more.
@@ -226,6 +239,7 @@ void Sleep::choose(const SleepPlan& plan) {
     policies[pool_.tag_ids_.at(tag)] = &policy;
   }
   const std::vector<bool> kept = pool_.selected(plan.keep);
+  std::map<const DiskFile*, bool> whole;
   for (const auto& [address, allocation] : pool_.allocations_) {
     if (!chosen[allocation->tag] || allocation->state != State::kMapped || allocation->free_requested) continue;
     Entry entry;
@@ -246,7 +260,14 @@ void Sleep::choose(const SleepPlan& plan) {
       report_.discarded += live.bytes;
     } else if (entry.policy == Policy::kPreserve) {
       const uint64_t generation = pool_.generation(*allocation);
-      const bool reuse = keep && is_reusable(allocation->backup, plan.tier, generation);
+      bool reuse = keep && is_reusable(allocation->backup, plan.tier, generation);
+      if (reuse) {
+        // Its bytes are here still: a sleep that trusted a file that was damaged since would lose them.
+        const auto known = whole.try_emplace(allocation->backup->disk.get(), false);
+        if (known.second) known.first->second = is_whole(*allocation->backup);
+        reuse = known.first->second;
+        if (!reuse) replaced_.push_back(std::move(allocation->backup));
+      }
       entry.backup = reuse ? allocation->backup : planned_backup(pool_.arena_, *allocation, live, plan.tier, generation);
       entry.moves = !reuse && entry.backup->copied();
       const uint64_t counted = live.bytes;

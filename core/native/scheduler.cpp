@@ -473,9 +473,10 @@ AllocStatus Scheduler::admit(Sequence& sequence, bool is_reserved) {
   // Before anything is evicted, which may go where they are.
   for (const kv::TierSlot slot : found_) blocks_.tiers().hold(slot);
   blocks_.allocate(sequence.table, match, total);
-  if (config_.blocks.enable_prefix_caching && sequence.max_cached_tokens > 0)
-    blocks_.count_lookup(sequence.num_tokens, match);
   const bool is_first = sequence.num_cached < 0;
+  // What a preempted sequence finds again, it computed itself.
+  if (is_first && config_.blocks.enable_prefix_caching && sequence.max_cached_tokens > 0)
+    blocks_.count_lookup(sequence.num_tokens, match);
   if (is_first) sequence.num_cached = num_cached;
   sequence.num_computed = num_cached;
   sequence.register_at = num_cached + config_.blocks.block_size;

@@ -21,6 +21,7 @@ from hardpoint.interfaces.errors import (
     ConfigError,
     DrainTimeout,
     EngineAsleep,
+    EngineDead,
     InvalidRequest,
     InvalidSamplingParams,
     MemoryBusy,
@@ -60,7 +61,12 @@ def sleep_that_waits(llm: LLM, level: int) -> Future[Any]:
 
 
 @contextmanager
-def failing(kind: type, llm: LLM, where: Callable[[Any], bool] = lambda command: True) -> Iterator[None]:
+def failing(
+    kind: type,
+    llm: LLM,
+    where: Callable[[Any], bool] = lambda command: True,
+    error: Exception | None = None,
+) -> Iterator[None]:
     """Let commands of a kind fail on the second engine, before it does anything."""
     second, submit = llm.engine._loop._engines[1], ProcessLoop.submit  # type: ignore[attr-defined]
 
@@ -68,7 +74,7 @@ def failing(kind: type, llm: LLM, where: Callable[[Any], bool] = lambda command:
         if loop is not second or not isinstance(command, kind) or not where(command):
             return submit(loop, command)
         failed: Future[Any] = Future()
-        failed.set_exception(ConfigError("no"))
+        failed.set_exception(error or ConfigError("no"))
         return failed
 
     with pytest.MonkeyPatch.context() as patch:
@@ -184,6 +190,20 @@ def test_a_wake_that_one_engine_refuses_is_asked_for_again(llm: LLM) -> None:
         llm.wake_up()
     assert llm.is_sleeping()
     llm.wake_up()
+    assert tokens(llm) == expected
+
+
+def test_an_engine_that_dies_in_a_sleep_or_wake_is_told_as_its_death(llm: LLM) -> None:
+    expected = tokens(llm)
+    death = EngineDead("its process was ended")
+    with failing(Sleep, llm, error=death), pytest.raises(EngineDead, match="its process was ended"):
+        llm.sleep(2)
+    llm.sleep(2)
+    with failing(Wake, llm, error=death), pytest.raises(EngineDead, match="its process was ended"):
+        llm.wake_up()
+    # In truth none died.
+    llm.wake_up()
+    llm.reload_weights()
     assert tokens(llm) == expected
 
 

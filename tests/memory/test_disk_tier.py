@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def exchange(file: Path) -> None:
     copy.replace(file)
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, flip_a_byte_of_the_header, truncate, Path.unlink, exchange])
+@pytest.mark.parametrize("damage", [flip_a_byte, flip_a_byte_of_the_header, truncate, exchange])
 def test_a_damaged_backup_is_found_and_not_served(
     damage: Callable[[Path], None], pool: TrackedPool, target: FaultTarget, tmp_path: Path
 ) -> None:
@@ -169,8 +170,6 @@ def test_a_damaged_byte_is_found_by_read_backup(pool: TrackedPool, tmp_path: Pat
 
 
 def test_a_cleaner_that_removes_the_folder_does_no_lasting_harm(pool: TrackedPool, tmp_path: Path) -> None:
-    import shutil
-
     def pass_over_what_is_gone(function: object, path: str, failure: tuple[type[BaseException], ...]) -> None:
         assert failure[0] is FileNotFoundError
 
@@ -184,6 +183,38 @@ def test_a_cleaner_that_removes_the_folder_does_no_lasting_harm(pool: TrackedPoo
     pool.sleep(plan(tmp_path / "sleep"))
     pool.wake()
     assert pool.read(address, len(data)) == data
+
+
+@pytest.mark.parametrize("while_asleep", [True, False])
+def test_a_backup_whose_folder_is_removed_is_read_still(pool: TrackedPool, tmp_path: Path, while_asleep: bool) -> None:
+    kept = plan(tmp_path / "sleep", keep=frozenset({"weights"}))
+    data = content(3 * pool.unit)
+    address = pool.filled(data)
+    pool.sleep(kept)
+    if not while_asleep:
+        pool.wake()
+    shutil.rmtree(tmp_path / "sleep")
+    if not while_asleep:
+        assert pool.sleep(kept).preserved == 0
+    pool.wake()
+    assert pool.read(address, len(data)) == data
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte_of_the_header, truncate, exchange])
+def test_a_kept_backup_that_was_damaged_while_its_memory_was_awake_is_made_anew(
+    damage: Callable[[Path], None], pool: TrackedPool, tmp_path: Path
+) -> None:
+    kept = plan(tmp_path, keep=frozenset({"weights"}))
+    data, other = content(3 * pool.unit), content(pool.unit, 1)
+    address, second = pool.filled(data), pool.filled(other)
+    pool.sleep(kept)
+    pool.wake()
+    damage(backup_files(tmp_path)[0])
+    assert pool.sleep(kept).preserved == len(data) + len(other)
+    pool.wake()
+    assert pool.read(address, len(data)) == data
+    assert pool.read(second, len(other)) == other
+    assert pool.sleep(kept).preserved == 0
 
 
 KILLED = """

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -406,11 +407,16 @@ def test_exchanged_contents_are_found(store: DiskStore) -> None:
         file.verify_header()
 
 
-def test_a_removed_file_is_found(store: DiskStore) -> None:
-    file = backup(store, pages(4 * PAGE))
-    os.unlink(file.path)
-    with pytest.raises(CorruptFile, match="removed"):
+def test_a_file_whose_name_is_gone_is_read_still_and_its_damage_found(store: DiskStore) -> None:
+    data = pages(4 * PAGE)
+    file = backup(store, data)
+    with open(file.path, "r+b") as opened:
+        shutil.rmtree(store.path)
         file.verify_header()
+        assert contents(file, len(data)) == data
+        opened.truncate(PAGE)
+        with pytest.raises(CorruptFile, match="its size has changed"):
+            file.verify_header()
 
 
 # Life of the directory

@@ -502,6 +502,8 @@ def test_hits_survive_preemption() -> None:
         batch = step(s)
     assert batch.seq_ids.tolist()[-1] == second
     assert int(batch.positions[batch.query_start[-2]]) >= 4
+    # What it finds of its own is no hit: a prompt is looked up once.
+    assert (s.block_stats.queried_tokens, s.block_stats.hit_tokens) == (14, 0)
 
 
 def test_reset_of_the_prefix_cache_holds_at_once() -> None:

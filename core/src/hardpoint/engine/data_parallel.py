@@ -463,9 +463,10 @@ class DataParallelLoop(RunningLoop):
         failures = _failures(outcomes)
         if not failures:
             return slept_over_engines(outcomes)
-        first = self._death or next(iter(failures.values()))
+        first = self._reason(failures)
         slept = {engine: one for engine, one in enumerate(outcomes) if isinstance(one, SleepReport) and one.changed}
-        if any(one.dropped or (WEIGHTS in one.tags and not one.weights_valid) for one in slept.values()):
+        lost = any(one.dropped or (WEIGHTS in one.tags and not one.weights_valid) for one in slept.values())
+        if lost and not isinstance(first, EngineDead):
             raise RanksDiverged.of("sleep", failures) from first
         undoing: dict[int, Command] = dict.fromkeys(paused, Resume())
         undoing |= {engine: Wake(one.tags) if one.tags else Resume() for engine, one in slept.items()}
@@ -482,10 +483,15 @@ class DataParallelLoop(RunningLoop):
         failures = _failures(outcomes)
         if not failures:
             return woken_over_engines(outcomes)
-        first = next(iter(failures.values()))
-        if len(failures) == len(outcomes):
+        first = self._reason(failures)
+        if len(failures) == len(outcomes) or isinstance(first, EngineDead):
             raise first
         raise RanksDiverged.of("wake", failures) from first
+
+    def _reason(self, failures: Mapping[int, BaseException]) -> BaseException:
+        """Return the first failure, or the death of an engine, after which no wake brings the others together: they are being ended."""
+        died = (one for one in failures.values() if isinstance(one, EngineDead))
+        return self._death or next(died, next(iter(failures.values())))
 
     def _change_weights(self, command: UpdateWeights | ReloadWeights | DeclareWeightsValid) -> Future[Reply]:
         commands: dict[int, Command] = dict.fromkeys(self._loads, command)
