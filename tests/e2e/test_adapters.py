@@ -245,6 +245,7 @@ def test_statistics_and_metrics_say_what_became_of_adapters(folder: Path, reques
         during = llm.stats().adapters
         assert (dict(during.running), dict(during.waiting)) == ({"a1": 1}, {"a2": 1})
         assert (during.active, during.device_bytes) == (1, during.device_budget)
+        assert (llm.stats().running, llm.stats().waiting) == (1, 1)
         values = {(one.name, *one.labels.values()): one.value for one in llm.get_metrics() if "lora" in one.name}
         name = str(folder / "base")
         assert values["hardpoint:lora_requests_running", name, "a1"] == 1

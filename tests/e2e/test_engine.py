@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from hardpoint import LLM, LLMEngine, SamplingParams
+from hardpoint import LLM, BeamSearchParams, LLMEngine, SamplingParams
 from hardpoint.interfaces.errors import (
     BackendNotFound,
     CapabilityRefused,
@@ -356,6 +356,11 @@ def test_metrics_are_those_of_the_requests_and_of_the_engine(make_shallow: Any) 
         )
         _drain(llm.engine)
         metrics = {one.name.removeprefix("hardpoint:"): one for one in llm.get_metrics()}
+        (found,) = llm.beam_search([TOKENS], BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True))
+        assert [len(one.tokens) for one in found.sequences] == [8, 8]
+        later = {one.name.removeprefix("hardpoint:"): one for one in llm.get_metrics()}
+    assert later["request_success"].value == 7
+    assert (later["request_generation_tokens"].count, later["request_generation_tokens"].sum) == (4, 31)
     assert metrics["generation_tokens"].value == 23
     assert metrics["request_success"].value == 5
     assert metrics["request_success"].labels == {"model_name": llm.engine.config.model, "finished_reason": "length"}
@@ -363,7 +368,48 @@ def test_metrics_are_those_of_the_requests_and_of_the_engine(make_shallow: Any) 
     assert (lengths.count, lengths.sum) == (3, 23)
     assert [lengths.buckets[limit] for limit in ("2", "5", "10", "+Inf")] == [0, 1, 3, 3]
     assert 0 < metrics["time_to_first_token_seconds"].sum < metrics["e2e_request_latency_seconds"].sum
+    # A prompt waits once, also for several completions.
+    assert metrics["request_queue_time_seconds"].count == 3
     assert metrics["kv_cache_usage_perc"].value == 0
+
+
+FORKED = """
+import asyncio, os, signal, sys
+from hardpoint import LLM, AsyncLLM, SamplingParams
+from hardpoint.interfaces.errors import ForkedProcess
+
+def tokens(llm):
+    return llm.generate({"prompt_token_ids": [5, 9, 22, 7]}, SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids
+
+async def awaited(llm):
+    return [output async for output in llm.generate({"prompt_token_ids": [5, 9, 22, 7]})]
+
+settings = {"backend": "cpu", "dtype": "float32", "num_device_blocks": 16, "threads": 2}
+llm, waited = LLM(sys.argv[1], **settings), AsyncLLM(sys.argv[1], **settings)
+expected = tokens(llm)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    try:
+        asyncio.run(awaited(waited))
+    except ForkedProcess as error:
+        print(error, flush=True)
+    waited.shutdown()
+    print(tokens(LLM(sys.argv[1], **settings)) == expected, flush=True)
+    os._exit(0)
+print(os.waitpid(child, 0)[1], tokens(llm) == expected)
+waited.shutdown()
+"""
+
+
+def test_a_forked_child_makes_engines_of_its_own_and_is_refused_its_parents(shallow_demo: str) -> None:
+    """Threads are not there after a fork: neither the engine's, which would not answer, nor those of torch's operators."""
+    done = subprocess.run([sys.executable, "-c", FORKED, shallow_demo], capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines() == [
+        "the engine belongs to the process that started it. Make an engine in this one",
+        "True",
+        "0 True",
+    ], done.stderr
 
 
 def test_a_profile_is_a_file_of_what_the_rank_did(

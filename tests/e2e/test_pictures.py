@@ -17,7 +17,7 @@ from PIL import Image
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest, UnsupportedArchitecture
-from hardpoint.models import open_model
+from hardpoint.models import as_picture, open_model, read_picture
 from tests.picture_models import picture, save_picture_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -38,17 +38,21 @@ class Oracle:
     """transformers' model and its whole processor."""
 
     def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.model, self._kind = folder, save_picture_model(folder, kind), kind
+        self.placeholder = "<|image_pad|>" if kind == "qwen2_5_vl" else "<image>"
+        self.read_processor()
+
+    def read_processor(self) -> None:
+        """Read the processor from the folder."""
         from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
 
-        self.folder, self.model = folder, save_picture_model(folder, kind)
         images, tokenizer = (
-            AutoImageProcessor.from_pretrained(folder, backend="pil"),
-            AutoTokenizer.from_pretrained(folder),
+            AutoImageProcessor.from_pretrained(self.folder, backend="pil"),
+            AutoTokenizer.from_pretrained(self.folder),
         )
-        self.placeholder = "<|image_pad|>" if kind == "qwen2_5_vl" else "<image>"
         self._images, self._tokenizer = images, tokenizer
         # The whole processor of the third needs one of films, and that one torchvision.
-        self._processor = None if kind == "qwen2_5_vl" else Idefics3Processor(images, tokenizer, image_seq_len=4)
+        self._processor = None if self._kind == "qwen2_5_vl" else Idefics3Processor(images, tokenizer, image_seq_len=4)
 
     def inputs(self, text: str, pictures: list[Any]) -> Any:
         """Return what the model is given for a prompt."""
@@ -125,6 +129,18 @@ def test_tokens_equal_transformers_alone_in_a_batch_and_in_chunks(make_engine: M
             assert tokens(llm, *given) == [list(one.outputs[0].token_ids) for one in alone]
 
 
+@pytest.mark.parametrize("changes", [{"do_image_splitting": False}, {"size": {"longest_edge": 16}}])
+def test_pictures_that_are_not_divided_into_tiles(make_engine: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
+    oracle = Oracle(tmp_path, "smolvlm")
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    oracle.read_processor()
+    given = oracle.prompt(picture(1), picture(2, 40, 17), text="<image> or <image>?")
+    with make_engine(str(tmp_path), max_model_len=256) as llm:
+        (output,) = llm.generate(given, GREEDY, use_tqdm=False)
+        oracle.check(given, list(output.prompt_token_ids), list(output.outputs[0].token_ids))
+
+
 def test_a_prefix_is_found_only_with_the_same_picture(llm: LLM) -> None:
     llm.reset_prefix_cache()
 
@@ -179,6 +195,22 @@ def test_pictures_reach_an_engine_and_ranks_in_other_processes(
         expected = tokens(llm, *given)
     with make_engine(str(tmp_path), engine_process=True, **ranks, **settings) as other:
         assert tokens(other, *given) == expected
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+def test_drafted_tokens_after_a_picture_are_those_of_single_steps(make_engine: Make, tmp_path: Path, kind: str) -> None:
+    """Also where a token's position is not its number, since a picture's tokens share their places in time."""
+    save_picture_model(tmp_path, kind)
+    mark = "<|image_pad|>" if kind == "qwen2_5_vl" else "<image>"
+    given = [prompt(picture(seed), text=f"the moon {mark} the moon the moon") for seed in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    settings = {"max_model_len": 256, "block_size": 16}
+    with make_engine(str(tmp_path), **settings) as llm:
+        expected = tokens(llm, *given, params=params)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    with make_engine(str(tmp_path), speculative_config=drafts, **settings) as llm:
+        assert tokens(llm, *given, params=params) == expected
+        assert llm.engine.stats().draft_tokens > 0
 
 
 def test_pictures_after_a_sleep_with_preserved_and_with_lost_weights(llm: LLM, make: Make, folder: Path) -> None:
@@ -257,6 +289,25 @@ def test_chat_takes_pictures_as_data_as_objects_and_from_the_allowed_folder(
         for path in (outside, allowed / "link.png", allowed / ".." / "outside.png", allowed, allowed / "none.png"):
             with pytest.raises(InvalidRequest, match="below allowed_local_media_path"):
                 local.chat(said(url_part(f"file://{path}")), GREEDY)
+
+
+def test_what_is_transparent_is_on_white_and_photographs_stand_upright(tmp_path: Path) -> None:
+    from transformers.image_transforms import convert_to_rgb
+    from transformers.image_utils import load_image
+
+    clear = picture(1).convert("RGBA")
+    clear.putalpha(picture(2).convert("L"))
+    palette = picture(1).quantize(16)
+    palette.info["transparency"] = 3
+    for given in (clear, clear.convert("LA"), palette, picture(1), picture(1).convert("L"), Image.new("RGBA", (4, 4))):
+        for one in (given, read_picture(encoded(given))):
+            assert np.array_equal(as_picture(one), convert_to_rgb(one, return_numpy=True)), given.mode
+    exif = Image.Exif()
+    for orientation in range(1, 9):
+        exif[0x0112] = orientation
+        picture(1).save(tmp_path / "photo.jpg", exif=exif)
+        found = as_picture(read_picture((tmp_path / "photo.jpg").read_bytes()))
+        assert np.array_equal(found, load_image(str(tmp_path / "photo.jpg"))), orientation
 
 
 BAD_PARTS = {

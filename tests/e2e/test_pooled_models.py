@@ -160,6 +160,25 @@ def test_a_pair_of_texts_has_types_of_tokens(tmp_path: Path, make_engine: MakeEn
         np.testing.assert_allclose(output.outputs.data, expected, atol=2e-4, rtol=1e-3)
 
 
+def test_a_model_with_one_type_does_not_tell_two_texts_apart(tmp_path: Path, make_engine: MakeEngine) -> None:
+    model, (tokens,) = save(tmp_path, *HEADS["roberta"]), prompts([9])
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
+        (output,) = llm.encode(TokenizedPrompt(None, tokens, second_text=4), PoolingParams(use_activation=False))
+    np.testing.assert_allclose(output.outputs.data, whole(model, tokens).logits[0].numpy(), atol=2e-4, rtol=1e-3)
+
+
+def test_a_pair_that_is_cut_keeps_the_types_of_its_tokens(tmp_path: Path, make_engine: MakeEngine) -> None:
+    model = save(tmp_path, *HEADS["bert"])
+    tokens, second = prompts([9])[0], 4
+    pair = TokenizedPrompt(None, tokens, second_text=second)
+    types = torch.tensor([[0] * second + [1] * (len(tokens) - second)])
+    with make_engine(str(tmp_path), skip_tokenizer_init=True, max_model_len=None) as llm:
+        for kept in (6, 5, 3, 1):
+            (output,) = llm.encode(pair, PoolingParams(use_activation=False, truncate_prompt_tokens=kept))
+            expected = whole(model, tokens[-kept:], token_type_ids=types[:, -kept:]).logits[0].numpy()
+            np.testing.assert_allclose(output.outputs.data, expected, atol=2e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     "settings", [{"tensor_parallel_size": 2}, {"engine_process": True}], ids=["two-ranks", "another-process"]
 )
@@ -361,6 +380,17 @@ def test_roberta_counts_positions_after_those_of_padding(tmp_path: Path, make_en
         assert llm.info.max_model_len == 96
         with pytest.raises(PromptTooLong, match="97 tokens"):
             llm.embed(prompts([97]))
+
+
+def test_tokens_of_padding_in_a_text_have_the_position_of_padding(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """And those behind them are not moved on; of BERT they are tokens as others are."""
+    for name in ("roberta", "bert"):
+        model, texts = save(tmp_path / name, *ENCODERS[name]), prompts([5, 9, 40])
+        texts[0][0] = texts[1][3] = texts[1][4] = texts[2][-1] = SHAPE["pad_token_id"]
+        with make_engine(str(tmp_path / name), skip_tokenizer_init=True, max_model_len=None) as llm:
+            for found, tokens in zip(pooled(llm, texts, task="token_embed", use_activation=False), texts, strict=True):
+                expected = whole(model, tokens).last_hidden_state[0].numpy()
+                np.testing.assert_allclose(found, expected, atol=2e-4, rtol=1e-3)
 
 
 def reward_model(folder: Path, architecture: str, labels: int) -> Callable[[list[int]], Any]:

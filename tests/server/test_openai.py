@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -37,6 +38,24 @@ def test_completions_are_the_engines(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.usage.completion_tokens == 24
     by_ids = client.completions.create(model="demo", prompt=list(expected[0].prompt_token_ids), **GREEDY)
     assert by_ids.choices[0].text == expected[0].outputs[0].text
+
+
+def test_what_a_request_leaves_out_is_as_the_publisher_recommends(start: Any, shallow: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+    with start({"demo": shallow}, {"generation_config": str(tmp_path)}) as server:
+
+        def tokens(path: str, **body: Any) -> int:
+            answer = server.users.post(f"/v1/{path}", json=body).raise_for_status()
+            usage = answer.json()["usage"]
+            return int(usage["output_tokens" if path == "responses" else "completion_tokens"])
+
+        more: Any = {"ignore_eos": True}
+        for path, prompt in (("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": MESSAGES})):
+            assert tokens(path, **prompt, **more) == 3
+            assert tokens(path, **prompt, **more, max_tokens=None) == 3
+            assert tokens(path, **prompt, **more, max_tokens=5) == 5
+            assert tokens(path, **prompt, **more, use_beam_search=True, n=2) == 6
+        assert tokens("responses", input=PROMPT) == 3
 
 
 def test_beam_search_is_the_engines(client: openai.OpenAI, llm: LLM) -> None:

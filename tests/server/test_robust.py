@@ -58,7 +58,23 @@ def test_a_client_that_leaves_takes_its_request_along(slow_server: Running, stre
         with pytest.raises(httpx.ReadTimeout):
             slow_server.users.post("/v1/completions", json=body, timeout=0.5)
     until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
-    assert ended(slow_server, "abort") == before + (2 if stream else 1)
+    assert ended(slow_server, "abort") == before + 2
+
+
+def test_a_request_that_ends_before_its_first_token_has_no_time_of_it(start: Any, device: str) -> None:
+    with start(settings={"backend": device, "max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
+        asked = [pool.submit(server.users.post, "/v1/completions", json=body)]
+        until(lambda: server.call(server.model().llm.stats()).sampled_tokens > 0)
+        asked.append(pool.submit(server.users.post, "/v1/completions", json=body | {"stream": True}))
+        until(lambda: server.call(server.model().llm.stats()).waiting == 1)
+        server.operators.post("/models/demo/pause", json={"mode": "abort"}).raise_for_status()
+        assert [one.result().status_code for one in asked] == [200, 200]
+        assert ended(server, "abort") == 2
+        shown = server.users.get("/metrics").text
+        for name in ("time_to_first_token_seconds", "request_queue_time_seconds"):
+            assert f'hardpoint:{name}_count{{model_name="demo"}} 1.0' in shown
+        assert 'hardpoint:e2e_request_latency_seconds_count{model_name="demo"} 2.0' in shown
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,7 +276,9 @@ def test_an_engine_that_dies_is_started_again(start_slow: Any, monkeypatch: pyte
         assert server.openai.completions.create(model="one", prompt="x", max_tokens=2).choices
         shown = server.operators.get("/models/one").json()
         assert (shown["restarts"], shown["state"]) == (1, "running")
-        assert 'hardpoint:engine_deaths_total{model_name="one"} 1.0' in server.users.get("/metrics").text
+        counted = server.users.get("/metrics").text
+        assert 'hardpoint:engine_deaths_total{model_name="one"} 1.0' in counted
+        assert 'hardpoint:request_success_total{finished_reason="error",model_name="one"} 1.0' in counted
 
 
 def test_a_model_of_several_engines_is_served_as_one_and_started_again_as_one(start: Any, device: str) -> None:

@@ -177,6 +177,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
     engine = "--backend acme --require-accelerator --dtype float16 --max-model-len 64 --block-size 32 --num-blocks 9"
     pictures = ["--limit-mm-per-prompt", '{"image": 2}', "--allowed-local-media-path", "here"]
     more = "--download-dir models --threads 2 --load-format dummy --no-prefix-caching --max-num-seqs 8 --max-num-batched-tokens 99"
+    more += " --generation-config recommended"
     more += ' --runner generate --convert none --enable-prompt-embeds --hf-overrides {"num_labels":3}'
     more += ' --speculative-config {"method":"ngram"}'
     more += " --kv-offload-gib 2 --kv-offload-disk-gib 0.5 --kv-offload-path tiers"
@@ -213,6 +214,7 @@ def test_options_reach_the_engine_and_the_sampler(hp: Any, llms: Any) -> None:
         "num_device_blocks": 9,
         "threads": 2,
         "load_format": "dummy",
+        "generation_config": "recommended",
         "runner": "generate",
         "convert": "none",
         "hf_overrides": {"num_labels": 3},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.compat.vllm import LLM, SamplingParams
+import hardpoint
+from hardpoint.compat.vllm import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
 from hardpoint.compat.vllm.arguments import engine_settings
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest
 from hardpoint_conformance.tiny_model import Shape, tiny_model
@@ -102,8 +104,49 @@ def test_collective_rpc_calls_what_is_on_its_list_alone(llm: LLM) -> None:
         llm.collective_rpc("shutdown")
     with pytest.raises(InvalidRequest, match="no time limit"):
         llm.collective_rpc("reset_prefix_cache", timeout=3)
+    with pytest.raises(
+        InvalidRequest, match=r"'sleep' with these arguments: got an unexpected keyword argument 'depth'"
+    ):
+        llm.collective_rpc("sleep", kwargs={"depth": 1})
+    with pytest.raises(InvalidRequest, match=r"'wake_up' with these arguments"):
+        llm.collective_rpc("wake_up", args=None)  # type: ignore[arg-type]
     assert llm.collective_rpc("reset_prefix_cache") == [None]
     assert llm.llm_engine.model_config.max_model_len == Shape().max_len
+
+
+def test_the_prefix_cache_is_reset_with_their_options_and_result(llm: LLM) -> None:
+    assert llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False) is True
+    assert llm.llm_engine.reset_prefix_cache() is True
+    with pytest.raises(InvalidRequest, match="reset_running_requests is not supported"):
+        llm.reset_prefix_cache(True)
+
+
+def test_a_beam_search_takes_their_options(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    (expected,) = llm.beam_search([PROMPT], params)
+    assert llm.beam_search([PROMPT], params, None, False, concurrency_limit=1) == [expected]
+    with pytest.raises(InvalidRequest, match="lora_request is not supported"):
+        llm.beam_search([PROMPT], params, lora_request=hardpoint.LoRARequest("a", 1, "a"))
+
+
+def test_an_awaited_engine_has_their_calls() -> None:
+    async def calls() -> list[Any]:
+        settings: Any = {"backend": "cpu", "num_gpu_blocks_override": 16, "skip_tokenizer_init": True}
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=tiny_model(Shape()).path, **settings))
+        try:
+            found = [await engine.reset_prefix_cache(), await engine.collective_rpc("is_sleeping")]
+            await engine.collective_rpc("sleep", args=(1,))
+            found.append(await engine.is_sleeping())
+            await engine.collective_rpc("wake_up", kwargs={"tags": ["weights", "kv_cache"]})
+            with pytest.raises(InvalidRequest, match="cannot call 'shutdown'"):
+                await engine.collective_rpc("shutdown")
+            await engine.pause_generation(wait_for_inflight_requests=True)
+            found.append(await engine.is_paused())
+            return found
+        finally:
+            engine.shutdown()
+
+    assert asyncio.run(calls()) == [True, [False], True, True]
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -164,6 +164,11 @@ def test_end_of_text_tokens_that_cannot_be_are_a_model_error(llama: Path, eos: A
         _ = open_model(str(llama)).eos_token_ids
 
 
+def test_end_of_text_tokens_beyond_the_vocabulary_are_left_out(llama: Path) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, VOCAB, 99999]}))
+    assert open_model(str(llama)).eos_token_ids == (7, 2)
+
+
 def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:
     from transformers import AutoModel
 

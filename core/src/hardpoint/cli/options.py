@@ -95,6 +95,13 @@ class ServedEngineOptions:
     load_format: Annotated[
         str, typer.Option(help="auto, safetensors, gguf, or dummy (random weights).", rich_help_panel=_ENGINE)
     ] = "auto"
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling where not given: auto (the model's generation_config.json), vllm (the engine's own), or a path.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto"
     runner: Annotated[
         str, typer.Option(help="What the model is for: auto, generate or pooling.", rich_help_panel=_ENGINE)
     ] = "auto"

@@ -653,7 +653,7 @@ class EngineCore:
             blocks_free=blocks.device_free,
             blocks_cached=blocks.cached,
             running=queues.num_running,
-            waiting=queues.num_waiting + len(self._held),
+            waiting=queues.num_waiting + len(self._waiting) + len(self._held),
             swapped=queues.num_swapped,
             drafts=drafts.num_drafts,
             draft_tokens=drafts.num_draft_tokens,

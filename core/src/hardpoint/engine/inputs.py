@@ -23,7 +23,7 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.models import LightTokenizer, panics_as_errors, write_chat
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
-from hardpoint.validation import INT32_MAX, Int64, NonNegativeInt, Seconds, Validated, shown
+from hardpoint.validation import INT32_MAX, Int64, Seconds, Validated, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,8 +108,8 @@ class TokenizedPrompt(Validated):
     text: str | None
     token_ids: list[Int64]
     cache_salt: str | None = None
-    second_text: NonNegativeInt = 0
-    """Place of the token with which the second of two texts begins, for models that tell them apart; 0 for one text."""
+    second_text: Int64 = 0
+    """See `SequencePooling.second_text`."""
     embedded: tuple[EmbeddedSpans, ...] = ()
     """What stands in the place of tokens' embeddings."""
     positions: Any = None
@@ -134,7 +134,8 @@ class TokenizedPrompt(Validated):
                 found=f"{len(self.token_ids)} tokens, of which {count} would stay",
                 hint="Leave truncate_prompt_tokens out",
             )
-        second = max(self.second_text - dropped, 0)
+        # Of a pair whose first text is gone all is the second's, which 0 would not say.
+        second = self.second_text and (self.second_text - dropped or -1)
         return replace(self, token_ids=self.token_ids[dropped:], second_text=second)
 
     def salted(self, cache_salt: str | None) -> TokenizedPrompt:

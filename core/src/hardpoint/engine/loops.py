@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ from hardpoint.engine.core import EngineCore
 from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.sleep import SleepMode
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
-from hardpoint.interfaces.errors import EngineDead, HardpointError, InboxFull, InvalidRequest
+from hardpoint.interfaces.errors import EngineDead, ForkedProcess, HardpointError, InboxFull, InvalidRequest
 from hardpoint.interfaces.worker import ModelInfo
 
 Deliver: TypeAlias = Callable[[list[Event]], None]
@@ -427,6 +428,7 @@ class ThreadLoop(RunningLoop):
     def __init__(self, config: EngineConfig, deliver: Deliver | None = None) -> None:
         super().__init__(deliver)
         self.inbox = Inbox(config.max_commands)
+        self._pid = os.getpid()
         made: Future[EngineCore] = Future()
         self._core: EngineCore | None = None
         self._thread = threading.Thread(target=self._run, args=(config, made), name="hardpoint engine", daemon=True)
@@ -451,6 +453,9 @@ class ThreadLoop(RunningLoop):
 
     def submit(self, command: Command) -> Future[Reply]:
         """Hand a command over; one of a function that the engine calls is done at once, since the loop cannot wait for itself."""
+        if os.getpid() != self._pid:
+            # Without its thread, an answer would never come.
+            raise ForkedProcess("the engine belongs to the process that started it", hint="Make an engine in this one")
         core = self._core
         is_called_back = threading.current_thread() is self._thread and core is not None and core.is_busy
         if core is None or not is_called_back or isinstance(command, Abort | Finish):
@@ -460,8 +465,8 @@ class ThreadLoop(RunningLoop):
         return reply
 
     def shutdown(self) -> None:
-        """End the loop after its present step."""
-        with contextlib.suppress(EngineDead):
+        """End the loop after its present step; in a forked child there is nothing to end."""
+        with contextlib.suppress(EngineDead, ForkedProcess):
             self.submit(ShutDown())
         if threading.current_thread() is not self._thread:
             self._thread.join()

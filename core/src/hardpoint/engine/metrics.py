@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hardpoint.engine.info import EngineStats
-from hardpoint.engine.request import Request
+from hardpoint.engine.request import EndedRequest
 
 PREFIX = "hardpoint:"
 
@@ -191,16 +191,13 @@ class RequestMetricsBook:
             "request_generation_tokens": _Observations(TOKENS),
         }
 
-    def note(self, request: Request) -> None:
+    def note(self, ended: EndedRequest) -> None:
         """Count a request that has ended."""
-        times = request.metrics
+        times = ended.metrics
         with self._lock:
-            for completion in request.completions:
-                if completion.finish_reason is not None:
-                    self._reasons[completion.finish_reason.name.lower()] += 1
-            self._of["request_prompt_tokens"].note(len(request.prompt.token_ids))
-            generated = sum(len(completion.token_ids) for completion in request.completions)
-            self._of["request_generation_tokens"].note(generated)
+            self._reasons.update(ended.reasons)
+            self._of["request_prompt_tokens"].note(ended.prompt_tokens)
+            self._of["request_generation_tokens"].note(ended.generated_tokens)
             if times.first_token_time is not None:
                 self._of["time_to_first_token_seconds"].note(times.first_token_time - times.arrival_time)
             if times.queue_seconds is not None:

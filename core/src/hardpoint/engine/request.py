@@ -72,6 +72,16 @@ class Recipient:
     fail: Callable[[Exception], object]
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is counted of a generation request that has ended; `reasons` are those of its completions."""
+
+    reasons: Sequence[str]
+    prompt_tokens: int
+    generated_tokens: int
+    metrics: RequestMetrics
+
+
 @dataclass(slots=True)
 class PoolingRequest:
     """A request whose hidden states are pooled, in progress.
@@ -132,6 +142,14 @@ class BeamRequest:
             metrics=replace(self.metrics, finished_time=time.perf_counter()),
             num_cached_tokens=self.num_cached_tokens,
         )
+
+    def ended(self, ended: Ended, event: StepDone) -> EndedRequest:
+        """Return what is counted of it; arguments as for `output`."""
+        output = self.output(ended, event)
+        assert output.metrics is not None
+        reasons = [one.finish_reason for one in output.outputs if one.finish_reason is not None]
+        generated = sum(len(one.token_ids) for one in output.outputs)
+        return EndedRequest(reasons, len(self.prompt.token_ids), generated, output.metrics)
 
     def _completion(self, index: int, beam: Beam) -> CompletionOutput:
         token_ids: list[int] = beam.token_ids.tolist()
@@ -258,6 +276,12 @@ class Request:
         if self.finished:
             self.metrics = replace(self.metrics, finished_time=time.perf_counter())
 
+    def ended(self) -> EndedRequest:
+        """Return what is counted of it, once it has ended."""
+        reasons = [one.finish_reason.name.lower() for one in self.completions if one.finish_reason is not None]
+        generated = sum(len(one.token_ids) for one in self.completions)
+        return EndedRequest(reasons, len(self.prompt.token_ids), generated, self.metrics)
+
     def output(self) -> RequestOutput:
         """Return the request as it stands; of a delta request, what is new since the last output."""
         completions = [self._output_of(completion) for completion in self.completions]
@@ -311,7 +335,7 @@ class RequestTable:
         note: is told of each generation request that has ended by itself.
     """
 
-    def __init__(self, note: Callable[[Request], None] | None = None) -> None:
+    def __init__(self, note: Callable[[EndedRequest], None] | None = None) -> None:
         self._note = note
         self._by_id: dict[str, AnyRequest] = {}
         self._by_key: dict[int, AnyRequest] = {}
@@ -418,7 +442,9 @@ class RequestTable:
                 self._completions[seq_id][0].extend_prompt(entries)
         for seq_id, num_cached in event.num_cached.items():
             if seq_id in self._completions:
-                self._completions[seq_id][0].first_token(num_cached, event.queue_seconds.get(seq_id))
+                request, _ = self._completions[seq_id]
+                # What waited was the prompt, which is the first sequence's.
+                request.first_token(num_cached, event.queue_seconds.get(self._first_seq_ids[request.key]))
             elif isinstance(search := self._wholes.get(seq_id), BeamRequest):
                 search.first_token(num_cached, event.queue_seconds.get(seq_id))
         changed: dict[int, Request] = {}
@@ -433,10 +459,12 @@ class RequestTable:
             elif ended.seq_id in self._wholes:
                 whole = self._wholes.pop(ended.seq_id)
                 self.remove(whole.request_id)
+                if isinstance(whole, BeamRequest) and self._note is not None:
+                    self._note(whole.ended(ended, event))
                 whole.recipient.deliver(partial(whole.output, ended, event))
         for request in changed.values():
             if request.finished and self._note is not None:
-                self._note(request)
+                self._note(request.ended())
             if request.is_streamed or request.finished:
                 request.recipient.deliver(request.output)
         return stopped

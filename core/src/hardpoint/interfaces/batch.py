@@ -292,7 +292,8 @@ class SequencePooling:
     """A pooled request's sequence: how its hidden states are pooled, once `prompt_len` tokens are computed.
 
     Attributes:
-        second_text: position of the token with which the second of two texts begins, for models that tell them apart; 0 for one text.
+        second_text: position of the token with which the second of two texts begins, for models that tell them apart; 0 for one text, below
+            0 where all tokens are of the second.
     """
 
     pooling: Pooling

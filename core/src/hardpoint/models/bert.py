@@ -38,9 +38,25 @@ class BertEmbeddings(nn.Module):
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """Return [T, hidden_size] of token ids int64[T]."""
-        types = torch.zeros_like(token_ids) if step.token_types is None else step.token_types
+        # A model with one type does not tell two texts apart, whatever types its tokenizer gives them.
+        tells_apart = step.token_types is not None and self.token_type_embeddings.num_rows > 1
+        types = step.token_types if tells_apart else torch.zeros_like(token_ids)
         embedded = self.word_embeddings(token_ids) + self.token_type_embeddings(types)
-        return self.norm(embedded + self.position_embeddings(step.positions + self.first_position))  # type: ignore[no-any-return]
+        return self.norm(embedded + self.position_embeddings(self._places(token_ids, step.positions)))  # type: ignore[no-any-return]
+
+    def _places(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return each token's row of the position embeddings.
+
+        Where the first is not 0, the row before it is that of padding, which every token of padding in a text has; none of them is counted.
+        """
+        if not self.first_position:
+            return positions
+        padding = self.first_position - 1
+        counted = (token_ids != padding).long()
+        # A step has whole texts, one after the other.
+        first = torch.arange(len(positions), device=positions.device) - positions
+        before = counted.cumsum(0) - counted
+        return padding + counted * (before + 1 - before[first])
 
 
 class BertLayer(nn.Module):

@@ -6,6 +6,7 @@ import json
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,14 +30,21 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def read_picture(data: bytes) -> Image:
-    """Return the picture that an image file's bytes hold, its first frame; raises InvalidRequest for what is none, or is too large."""
+    """Return the picture that an image file's bytes hold, its first frame; raises InvalidRequest for what is none, or is too large.
+
+    It stands upright: a camera writes how it was held (EXIF) beside pixels that it does not turn.
+    """
     pillow = _pillow()
+    from PIL import ImageOps
+
     try:
         with warnings.catch_warnings():
             # Pillow's bound on the number of pixels: what has more is a bomb at twice the bound, and a warning before.
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
             picture: Image = pillow.open(BytesIO(data), formats=FORMATS)
             picture.load()
+            with suppress(Exception):  # a damaged note beside the pixels takes nothing from them
+                ImageOps.exif_transpose(picture, in_place=True)
     except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
         raise InvalidRequest(
             "a picture is too large", found=str(error), hint=f"Give at most {pillow.MAX_IMAGE_PIXELS} pixels"
@@ -54,6 +62,8 @@ def read_picture(data: bytes) -> Image:
 
 def as_picture(given: object) -> Image:
     """Return a picture as red, green and blue; raises InvalidRequest for what is none.
+
+    What is transparent is on white, as transformers and vLLM have it: the colours of transparent pixels are often black.
 
     Args:
         given: Pillow's picture, or uint8[height, width, 3] of numpy.
@@ -77,10 +87,13 @@ def as_picture(given: object) -> Image:
             hint=f"Give 1 to {pillow.MAX_IMAGE_PIXELS} pixels",
         )
     try:
-        converted: Image = given.convert("RGB")
+        seen: Image = given
+        if "A" in given.getbands() or "transparency" in given.info:
+            clear = given.convert("RGBA")
+            seen = pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear)
+        return seen.convert("RGB")
     except Exception as error:  # as in `read_picture`: a file is read when its pixels are
         raise InvalidRequest("a picture cannot be read", found=str(error)) from error
-    return converted
 
 
 class PictureProcessor(ABC):
@@ -168,7 +181,8 @@ class Idefics3Pictures(PictureProcessor):
         pixels, mask = made["pixel_values"][0], made["pixel_attention_mask"][0]
         images, sources, tile = self._processor.image_processor, list[EmbeddingSource](), 0
         for picture in pictures:
-            count, *_ = images.get_number_of_image_patches(picture.height, picture.width, {})
+            tiles, *_ = images.get_number_of_image_patches(picture.height, picture.width, {})
+            count = tiles or 1  # transformers says 0 of a picture that is not divided, and makes one tile of it
             some = slice(tile, tile + count)
             arrays = {
                 "pixel_values": np.ascontiguousarray(pixels[some], np.float32),

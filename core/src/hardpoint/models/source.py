@@ -267,7 +267,9 @@ class ModelSource:
 
             own = end_of_text(self.path)
             named.append(own if own is not None and own < self.vocab_size else None)
-        return EndOfText.token_ids_of(self._generation_config.get("eos_token_id"), *named)
+        found = EndOfText.token_ids_of(self._generation_config.get("eos_token_id"), *named)
+        # One beyond the vocabulary ends no text, and no row of logits has a place for it.
+        return tuple(one for one in found if one < self.vocab_size)
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:

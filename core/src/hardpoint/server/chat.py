@@ -21,6 +21,7 @@ from hardpoint.server.generation import (
     Counted,
     beam_search_params,
     check_most_tokens,
+    recommended_most_tokens,
     request_limits,
     respond,
     sampling_params,
@@ -76,6 +77,7 @@ class _Answer:
         check_most_tokens("max_completion_tokens", body.max_completion_tokens)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         defaults = model.llm.get_default_sampling_params()
+        most = recommended_most_tokens(defaults) if most is None else most
         self._params = sampling_params(body, defaults, max_tokens=most, logprobs=_wanted_logprobs(body))
         self._beams = beam_search_params(body, model.llm.info.max_model_len if most is None else most)
         self._template = template = model.chat_template

@@ -72,7 +72,7 @@ class _Answer:
         if body.echo and body.logprobs is not None:
             more["prompt_logprobs"] = body.logprobs
         self._params = sampling_params(body, model.llm.get_default_sampling_params(), logprobs=body.logprobs, **more)
-        self._beams = beam_search_params(body, 16 if body.max_tokens is None else body.max_tokens)
+        self._beams = beam_search_params(body, self._params.max_tokens or 16)
         self._num_choices = self._params.n if self._beams is None else self._beams.beam_width
         self._id, self._created, self._counted = new_id("cmpl"), now(), Counted()
         self._shown: set[int] = set()

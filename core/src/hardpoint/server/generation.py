@@ -78,6 +78,11 @@ def sampling_params(request: Sampling, defaults: SamplingParams, **more: Any) ->
     return changed(defaults, request, given | more)
 
 
+def recommended_most_tokens(defaults: SamplingParams) -> int | None:
+    """Return how many tokens an answer has at most where a request does not say it; None where the publisher recommends nothing."""
+    return None if defaults.max_tokens == SamplingParams().max_tokens else defaults.max_tokens
+
+
 def changed(defaults: SamplingParams, request: BaseModel, given: Mapping[str, Any]) -> SamplingParams:
     """Return parameters with some changed as a request asks for; raises ApiError, which names the request's field."""
     try:

@@ -26,7 +26,7 @@ from hardpoint.engine.metrics import (
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sleep import SleepReport, SleepStatus, WakeReport
 from hardpoint.interfaces.capabilities import SleepTier
-from hardpoint.interfaces.errors import RequestTimeout
+from hardpoint.interfaces.errors import EngineDead, RequestTimeout, WorkerError
 
 if TYPE_CHECKING:
     from hardpoint.server.tracing import Tracing
@@ -113,10 +113,10 @@ class ModelMetrics:
         self.prompt_tokens = metrics.prompt_tokens.labels(name)
         self.output_tokens = metrics.output_tokens.labels(name)
 
-    def request(self, prompt_tokens: int) -> RequestWatch:
+    def request(self, prompt_tokens: int, num_completions: int) -> RequestWatch:
         """Return what watches one request."""
         self.prompt_tokens.observe(prompt_tokens)
-        return RequestWatch(self, prompt_tokens)
+        return RequestWatch(self, prompt_tokens, num_completions)
 
     def embedded(self, prompt_tokens: int) -> None:
         """Note an embedding."""
@@ -211,17 +211,25 @@ class _GapsOfModel:
 
 
 class RequestWatch:
-    """The times of one request, which lasts as long as its context."""
+    """The times of one request, which lasts as long as its context.
 
-    __slots__ = ("_first", "_last", "_metrics", "_output", "_prompt_tokens", "_start", "_tokens")
+    Attributes:
+        is_taken: the engine has the request; what fails before is a refusal.
+    """
 
-    def __init__(self, metrics: ModelMetrics, prompt_tokens: int) -> None:
-        self._metrics, self._prompt_tokens = metrics, prompt_tokens
+    __slots__ = (
+        *("_first", "_last", "_metrics", "_num_completions", "_output", "_prompt_tokens", "_start", "_tokens"),
+        "is_taken",
+    )
+
+    def __init__(self, metrics: ModelMetrics, prompt_tokens: int, num_completions: int) -> None:
+        self._metrics, self._prompt_tokens, self._num_completions = metrics, prompt_tokens, num_completions
         self._start = time.perf_counter()
         self._first: float | None = None
         self._last: float | None = None
         self._output: RequestOutput | None = None
         self._tokens = 0
+        self.is_taken = False
 
     def __enter__(self) -> RequestWatch:
         return self
@@ -232,9 +240,11 @@ class RequestWatch:
         tracing, output = self._metrics.tracing, self._output
         # A client that leaves cancels what waits for outputs, or reads no more of them; other errors are of the engine.
         is_given_up = error is None or not isinstance(error, Exception) or isinstance(error, RequestTimeout)
-        if is_given_up and (output is None or not output.finished):
-            for reason in [None] if output is None else [one.finish_reason for one in output.outputs]:
-                self._metrics.finished(reason or "abort")
+        is_lost = self.is_taken and isinstance(error, WorkerError | EngineDead)
+        if (is_given_up or is_lost) and (output is None or not output.finished):
+            none = [None] * self._num_completions
+            for reason in none if output is None else [one.finish_reason for one in output.outputs]:
+                self._metrics.finished(reason or ("error" if is_lost else "abort"))
         if tracing is None:
             return
         tracing.note_generation(
@@ -254,14 +264,11 @@ class RequestWatch:
             self._tokens += len(one.token_ids)
         if self._last is not None:
             metrics.inter_token.observe(now - self._last)
-        else:
-            times = output.metrics
-            first = now
-            if output.finished and times is not None and times.first_token_time is not None:
-                first = times.first_token_time
-            self._first = first - self._start
+        # One that was ended before its first token has no time of it.
+        elif (times := output.metrics) is not None and times.first_token_time is not None:
+            self._first = (times.first_token_time if output.finished else now) - self._start
             metrics.first_token.observe(self._first)
-            if times is not None and times.queue_seconds is not None:
+            if times.queue_seconds is not None:
                 metrics.queue.observe(times.queue_seconds)
         self._last, self._output = now, output
         if output.finished:

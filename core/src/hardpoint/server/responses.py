@@ -17,7 +17,7 @@ from hardpoint.interfaces.errors import HardpointError
 from hardpoint.sampling import RequestOutputKind
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fleet import Fleet
-from hardpoint.server.generation import changed, check_most_tokens, request_limits, respond
+from hardpoint.server.generation import changed, check_most_tokens, recommended_most_tokens, request_limits, respond
 from hardpoint.server.http import STREAMED
 from hardpoint.server.protocol import Inert, Unicode, new_id
 from hardpoint.server.served_model import ServedModel
@@ -202,9 +202,10 @@ class _Answer:
         check_most_tokens("max_output_tokens", body.max_output_tokens)
         given = {"temperature": body.temperature, "top_p": body.top_p}
         asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        asked["max_tokens"] = body.max_output_tokens
+        defaults, most = model.llm.get_default_sampling_params(), body.max_output_tokens
+        asked["max_tokens"] = recommended_most_tokens(defaults) if most is None else most
         asked["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-        self._params = changed(model.llm.get_default_sampling_params(), body, asked)
+        self._params = changed(defaults, body, asked)
         self._created, self._number = time.time(), 0
         self._id, self._message_id = new_id("resp"), new_id("msg")
 

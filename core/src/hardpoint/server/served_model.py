@@ -350,7 +350,8 @@ class ServedModel:
         """Give the outputs of a request, which goes through an adapter where one is named; as `AsyncLLM.stream`."""
         timeout = self.options.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self.metrics.request(len(prompt.token_ids)) as watch:
+        count = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+        with self.metrics.request(len(prompt.token_ids), count) as watch:
             while True:
                 left = None if deadline is None else max(deadline - time.monotonic(), 0.001)
                 stream = self.llm.stream(
@@ -362,6 +363,7 @@ class ServedModel:
                     except EngineAsleep as error:
                         await self._until_awake(error, when_asleep, left)
                         continue
+                    watch.is_taken = True
                     yield outputs
                 return
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +42,9 @@ COLLECTIVES = "collectives"
 """What the library of collectives keeps of the device, among a report's residual bytes."""
 
 _log = logging.getLogger("hardpoint")
+
+_is_forked = False
+"""This process was forked from one in which a worker had started."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ class StandardWorker(Worker):
         """Start the device and make allocator, attention and kernels; raises ConfigError, CapabilityRefused for a rank that cannot be."""
         descriptor, device = self._context.descriptor, self._device
         check_ranks(self._config, descriptor, device)
-        if self._config.threads is not None:
+        _prepare_for_forks()
+        if self._config.threads is not None and not _is_forked:
             torch.set_num_threads(self._config.threads)
         platform: Platform = descriptor.make("platform", device) or Platform(device)
         platform.start(self._config.threads)
@@ -422,6 +428,18 @@ class StandardWorker(Worker):
         if rank is not None:
             rank.allocator.close()
             rank.platform.release()
+
+
+@cache
+def _prepare_for_forks() -> None:
+    """Have forked children compute torch's operators in one thread: OpenMP's others are not there, and would be waited for without end."""
+    os.register_at_fork(after_in_child=_compute_in_one_thread)
+
+
+def _compute_in_one_thread() -> None:
+    global _is_forked
+    _is_forked = True
+    torch.set_num_threads(1)
 
 
 def _prepare_sleep(allocator: DeviceAllocator, plan: SleepPlan) -> None:

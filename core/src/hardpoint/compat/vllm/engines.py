@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from hardpoint import EngineConfig, PoolingParams, PoolingRequestOutput, Request
 from hardpoint.compat.vllm.arguments import engine_settings, profile_folder
 from hardpoint.compat.vllm.engine_args import arguments_of
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
-from hardpoint.compat.vllm.requests import check_options
+from hardpoint.compat.vllm.requests import check_options, check_reset
 from hardpoint.engine.inputs import Prompt
 from hardpoint.engine.outputs import PoolingOutput
 from hardpoint.interfaces.errors import InvalidRequest
@@ -24,7 +25,7 @@ _CALLS = ("declare_weights_valid", "is_sleeping", "reload_weights", "reset_prefi
 
 
 def call_on_rank(
-    engine: hardpoint.LLMEngine,
+    engine: hardpoint.LLMEngine | AsyncLLM,
     method: Any,
     timeout: float | None,
     args: Sequence[Any],
@@ -32,7 +33,7 @@ def call_on_rank(
 ) -> list[Any]:
     """Call one of a closed list of an engine's methods, and return its result as of one rank.
 
-    Raises InvalidRequest for another method, and for a timeout, which these do not have.
+    Raises InvalidRequest for another method, for arguments that it does not take, and for a timeout, which these do not have.
     """
     if not isinstance(method, str) or method not in _CALLS:
         raise InvalidRequest(
@@ -41,7 +42,12 @@ def call_on_rank(
         )
     if timeout is not None:
         raise InvalidRequest("calls of collective_rpc have no time limit", found=f"timeout={timeout!r}")
-    return [getattr(engine, method)(*args, **(kwargs or {}))]
+    call = getattr(engine, method)
+    try:
+        inspect.signature(call).bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        raise InvalidRequest(f"collective_rpc cannot call '{method}' with these arguments", found=str(error)) from error
+    return [call(*args, **(kwargs or {}))]
 
 
 def with_tensor(output: PoolingRequestOutput[Any]) -> PoolingRequestOutput[Any]:
@@ -99,6 +105,12 @@ class LLMEngine:
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
         return self._engine.tokenizer
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prompt beginnings; True, since requests in progress do not keep it from that."""
+        check_reset(reset_running_requests, reset_connector)
+        self._engine.reset_prefix_cache()
+        return True
 
     def collective_rpc(
         self,
@@ -171,13 +183,34 @@ class AsyncLLM:
         """Put the engine to sleep; see `hardpoint.LLM.sleep`."""
         await self._engine.sleep(level=level, mode=mode)
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prompt beginnings; True, since requests in progress do not keep it from that."""
+        check_reset(reset_running_requests, reset_connector)
+        await self._engine.reset_prefix_cache()
+        return True
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call one of a closed list of methods, and return its result as of one rank; see `call_on_rank`."""
+        (called,) = call_on_rank(self, method, timeout, args, kwargs)
+        return [await called]
+
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool | None = None, clear_cache: bool = True
+    ) -> None:
         """Compute no more steps until `resume_generation`.
 
         Args:
             mode: what becomes of requests in progress: "abort" ends them, "wait" serves them first, "keep" lets them continue later.
+            wait_for_inflight_requests: True is a former name of the mode "wait".
             clear_cache: forget cached beginnings of prompts.
         """
+        mode = "wait" if wait_for_inflight_requests else mode
         await self._engine.pause(mode)
         if clear_cache and mode != "keep":
             await self._engine.reset_prefix_cache()

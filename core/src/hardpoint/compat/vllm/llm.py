@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import hardpoint
 from hardpoint import (
+    BeamSearchOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
@@ -18,7 +19,7 @@ from hardpoint.compat.vllm.arguments import choose, engine_settings, profile_fol
 from hardpoint.compat.vllm.engine_args import arguments_of
 from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank, with_tensor
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
-from hardpoint.compat.vllm.requests import check_options
+from hardpoint.compat.vllm.requests import check_options, check_reset
 from hardpoint.engine.inputs import Message, Prompt
 from hardpoint.interfaces.errors import ConfigError
 
@@ -103,6 +104,18 @@ class LLM(hardpoint.LLM):
             priority=priority,
         )
 
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: hardpoint.BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: Any = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the best texts; see `hardpoint.LLM.beam_search`. How many run at a time is the scheduler's, whatever the limit."""
+        check_options({"lora_request": lora_request}, self.beam_search)
+        return super().beam_search(prompts, params, use_tqdm=bool(use_tqdm))
+
     def encode(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -159,6 +172,14 @@ class LLM(hardpoint.LLM):
         return super().score(
             data_1, data_2, pooling_params=pooling_params, chat_template=chat_template, use_tqdm=bool(use_tqdm)
         )
+
+    def reset_prefix_cache(  # type: ignore[override]
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prompt beginnings; True, since requests in progress do not keep it from that."""
+        check_reset(reset_running_requests, reset_connector)
+        super().reset_prefix_cache()
+        return True
 
     def start_profile(self, folder: str | None = None) -> None:
         """Record what every rank does; without a folder, in that of `profiler_config` or of VLLM_TORCH_PROFILER_DIR."""

@@ -143,11 +143,19 @@ _OPTIONS: Mapping[str, str] = {
     "prompt_adapter_request": _NO_ADAPTERS,
     "prompt_text": "Leave it out: give 'prompt' or 'prompt_token_ids'",
     "reasoning_ended": "Leave it out",
+    "reset_connector": "Leave it out: what is offloaded of the prefix cache is forgotten with it",
+    "reset_running_requests": "Leave it out: requests in progress keep what they have computed, and hold the call up no more",
     "reasoning_parser_kwargs": "Leave it out",
     "session_id": "Leave it out: equal beginnings of prompts are found in the prefix cache",
     "tokenization_kwargs": "Tokenise the prompt with get_tokenizer(), and give its token ids",
     "trace_headers": "Leave it out: the server traces requests",
 }
+
+
+def check_reset(reset_running_requests: bool, reset_connector: bool) -> None:
+    """Raise InvalidRequest for options of `reset_prefix_cache` that ask for what is not here."""
+    options = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
+    check_options(options, check_reset)
 
 
 def _without_neutral(
