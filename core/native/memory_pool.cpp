@@ -322,6 +322,15 @@ void Pool::free(uint64_t address) {
                                      return source.range.start >= start && source.range.start < start + size;
                                    }),
                     sources.end());
+      if (allocation.backup && allocation.state == State::kUnmapped) {
+        // No callback is to write a block that is gone.
+        auto& pieces = allocation.backup->pieces;
+        pieces.erase(std::remove_if(pieces.begin(), pieces.end(),
+                                    [&](const BackupPiece& piece) {
+                                      return piece.rebuild != 0 && piece.range.start >= start && piece.range.start < start + size;
+                                    }),
+                     pieces.end());
+      }
       if (!allocation.blocks->empty()) return;
     } else {
       if (address != allocation.address) {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.interfaces import FileExtent, SleepPlan, SleepTier
+from hardpoint.interfaces import FileExtent, Policy, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import BackupCorrupt, BackupStale, ForeignMemory, InvalidAllocation
 from hardpoint_conformance.fault_matrix import FaultTarget
 from hardpoint_conformance.memory import content, differences
@@ -246,3 +246,26 @@ def test_a_file_that_is_not_there_and_memory_that_is_not_ours_are_named(pool: Tr
         pool.declare_source(address, 100, [FileExtent(0, 100, str(tmp_path / "missing.bin"), 0)])
     with pytest.raises(ForeignMemory):
         pool.declare_source(4096, 100, lambda: None)
+
+
+def test_the_callback_of_a_small_block_that_is_freed_asleep_writes_nothing(pool: TrackedPool) -> None:
+    """Small blocks share an allocation, which wakes whole: what another block's callback has to write is not asked for any more."""
+    written: list[int] = []
+    blocks = [pool.allocate(300, "buffers", Policy.PRESERVE, shared=True) for _ in range(3)]
+    for number, address in enumerate(blocks):
+        pool.write(address, bytes([number]) * 300)
+
+    def writes(number: int) -> Callable[[], None]:
+        def write() -> None:
+            written.append(number)
+            pool.write(blocks[number], bytes([number]) * 300)
+
+        return write
+
+    for number in (0, 1):
+        pool.declare_source(blocks[number], 300, writes(number))
+    pool.sleep(SOURCE)
+    pool.free(blocks[0])
+    pool.wake()
+    assert written == [1]
+    assert [pool.read(blocks[number], 300) for number in (1, 2)] == [bytes([number]) * 300 for number in (1, 2)]

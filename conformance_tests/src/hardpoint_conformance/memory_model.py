@@ -99,6 +99,8 @@ class Block:
     capacity: int
     known: Known = field(default_factory=Known)
     callback: bool = False
+    unsure: bool = False
+    """A callback may be declared still, or none."""
     zeroed: bool = False
     asleep: bool = False
     readable: Known = field(default_factory=Known)
@@ -286,8 +288,11 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pool.write(block.address, data)
         block.known = Known([(0, data)])
         block.callback = False
-        for other in self.blocks.values():  # a shared allocation's sources go together
+        block.unsure = False
+        # A shared allocation's sources go together, and it is not seen from here which blocks share one.
+        for other in self.blocks.values():
             if block.shared and other.shared and (other.tag, other.policy) == (block.tag, block.policy):
+                other.unsure |= other.callback
                 other.callback = False
 
     @precondition(lambda self: self.blocks)
@@ -354,7 +359,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pool.mark_written(sorted(chosen))
         for block in self.blocks.values():
             if block.tag in chosen:
-                block.callback = False
+                block.callback = block.unsure = False
 
     @rule(
         chosen=st.none() | tags,
@@ -411,7 +416,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 block.known = Known([(0, bytes(block.size))]) if policy is Policy.ZERO else Known()
                 block.zeroed = policy is Policy.ZERO
                 block.readable = Known()
-            elif policy is Policy.REBUILD or (tier is SleepTier.SOURCE and block.callback):
+            elif policy is Policy.REBUILD or (tier is SleepTier.SOURCE and (block.callback or block.unsure)):
                 block.known, block.readable = known, Known()
             else:
                 block.known = block.readable = known
