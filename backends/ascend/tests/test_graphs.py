@@ -19,7 +19,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces import GRAPHS, AttentionLayer, AttentionRequest, DType, SleepPlan
 from hardpoint.interfaces.errors import BackendBroken, GraphCaptureFailed, InvalidBatch, WorkerError
 from hardpoint.plugins import Resolved
-from hardpoint.worker.decode_graphs import PaddedStep
+from hardpoint.worker.step_graphs import PaddedStep
 from hardpoint_ascend import capabilities
 from hardpoint_ascend.attention import AscendAttention
 from hardpoint_ascend.capabilities import GRAPHS_VARIABLE

@@ -212,9 +212,8 @@ def mixed_replay_rounds_otherwise(target: Target) -> Target:
     def methods(base: Any) -> Methods:
         def prepare(self: Any, plan: AttentionPlan, batch: StepBatch) -> Any:
             made = recorded(base)["prepare"](self, plan, batch)
-            if self._static is None:
-                return made
-            made.is_mixed = _is_mixed(batch)
+            if self._static is not None:
+                made.is_mixed = _is_mixed(batch)
             return made
 
         def forward(

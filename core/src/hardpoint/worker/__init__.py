@@ -6,7 +6,7 @@ contract's parts (platform, allocator, attention, kernels) and holds the model, 
 text belong to the engine.
 
 `StandardWorker` answers the contract's calls by its parts: `loading` makes a `LoadedModel`, `Weights` writes it and keeps account,
-`KVMemory` holds the blocks, `ModelRunner` launches steps (by `DecodeGraphs` where they are captured), samples and pools,
+`KVMemory` holds the blocks, `ModelRunner` launches steps (by `StepGraphs` where they are captured), samples and pools,
 `profile` measures the largest step, `SleepCycle` prepares sleeps and wakes.
 """
 

@@ -27,7 +27,6 @@ from hardpoint.interfaces.errors import OutputFailed
 from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import SampledTokens, Sampler
-from hardpoint.worker.decode_graphs import DecodeCapture, DecodeGraphs
 from hardpoint.worker.drafts import as_decodes
 from hardpoint.worker.given_embeddings import GivenEmbeddings
 from hardpoint.worker.kv_groups import in_chunks
@@ -35,6 +34,7 @@ from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.kv_tiers import TierWork
 from hardpoint.worker.loading import LoadedModel
 from hardpoint.worker.ranks import place_of
+from hardpoint.worker.step_graphs import StepCapture, StepGraphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,7 @@ class ModelRunner:
         loaded: LoadedModel,
         *,
         attention: AttentionBackend,
-        capture: DecodeCapture,
+        capture: StepCapture,
         kv: KVMemory,
         sampler: Sampler,
         platform: Platform,
@@ -125,7 +125,7 @@ class ModelRunner:
         self._is_driver = config.rank == config.driver_rank
         self._scored_rows = min(_SCORED_ROWS, config.max_num_samples)
         self._max_tokens = config.max_num_batched_tokens
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._graphed_cache: Tensor | None = None
 
     # Steps

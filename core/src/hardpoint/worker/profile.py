@@ -14,11 +14,11 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import Sampler
-from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
 from hardpoint.worker.model_runner import ModelRunner, dummy_batch
 from hardpoint.worker.ranks import place_of
+from hardpoint.worker.step_graphs import StepCapture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def largest_step(
     loaded: LoadedModel,
     runner: ModelRunner,
     kv: KVMemory,
-    capture: DecodeCapture,
+    capture: StepCapture,
     sampler: Sampler,
     platform: Platform,
     allocator: DeviceAllocator,

@@ -24,7 +24,6 @@ from hardpoint.models import TokenizerBackend
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker.adapters import AdapterMemory
-from hardpoint.worker.decode_graphs import DecodeCapture
 from hardpoint.worker.draft_model import DraftModel, load_draft
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
@@ -33,6 +32,7 @@ from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
 from hardpoint.worker.state_memory import StateMemory
+from hardpoint.worker.step_graphs import StepCapture
 from hardpoint.worker.trace import Trace
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Loaded:
     model: LoadedModel
     weights: Weights
     kv: KVMemory
-    capture: DecodeCapture
+    capture: StepCapture
     sampler: Sampler
     runner: ModelRunner
     sleep: SleepCycle
@@ -149,7 +149,7 @@ class StandardWorker(Worker):
             torch_device=self._device.torch_device,
             states=states,
         )
-        capture = DecodeCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
+        capture = StepCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
         vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
         vocab_size = model.info.vocab_size
         grammars = Grammars(vocabulary, vocab_size)
@@ -188,7 +188,7 @@ class StandardWorker(Worker):
             platform=platform,
             torch_device=self._device.torch_device,
         )
-        capture = DecodeCapture(context, model, allocator=allocator, attention=attention, platform=platform)
+        capture = StepCapture(context, model, allocator=allocator, attention=attention, platform=platform)
         runner = ModelRunner(
             context.config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import StepBatch
 from hardpoint.interfaces.batch import in_groups
-from hardpoint.worker.decode_graphs import GraphShape, PaddedStep, graph_sizes, mixed_sizes
+from hardpoint.worker.step_graphs import GraphShape, PaddedStep, graph_sizes, mixed_sizes
 
 SIZE = 6
 TABLE = np.arange(8 * 4, dtype=np.int32).reshape(8, 4)

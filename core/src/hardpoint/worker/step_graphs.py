@@ -91,7 +91,7 @@ class GraphShape(NamedTuple):
         return f"step of {self.tokens} tokens" if self.is_mixed else f"decode step of {self.seqs} sequences"
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Captured steps of one model over one KV cache, up to the last hidden state: decodes alone, and decodes with prompts.
 
     The head stays outside: it is queued while the graph runs, and what it returns differs by step. Inputs and outputs lie at fixed
@@ -381,7 +381,7 @@ _SAMPLED = 4
 """How many sizes, from the largest, are captured to estimate what all of them take; half of them with prompts where some have any."""
 
 
-class DecodeCapture:
+class StepCapture:
     """Captures steps over a KV cache: a few of them for an estimate, all of them to be replayed."""
 
     def __init__(
@@ -401,7 +401,7 @@ class DecodeCapture:
         self._tokens = mixed_sizes(context.config.max_num_batched_tokens) if is_mixed else ()
         self._model = _capturable(context, loaded)
 
-    def capture(self, cache: Tensor) -> DecodeGraphs | None:
+    def capture(self, cache: Tensor) -> StepGraphs | None:
         """Capture all sizes; None where there are no graphs. Raises GraphCaptureFailed."""
         return self._captured(cache, self._sizes, self._tokens)
 
@@ -434,11 +434,11 @@ class DecodeCapture:
 
     def _captured(
         self, cache: Tensor, sizes: Sequence[int], num_tokens: Sequence[int], **how: Any
-    ) -> DecodeGraphs | None:
+    ) -> StepGraphs | None:
         if self._model is None:
             return None
         with torch.inference_mode():
-            return DecodeGraphs(
+            return StepGraphs(
                 self._context.descriptor.make("graph_runner", self._context.device),
                 attention=self._attention,
                 groups=self._groups,
