@@ -1,4 +1,4 @@
-"""Write the README's tables of models and of weight formats from what the code can do, or check that they are current.
+"""Write docs/models.md's tables of models and of weight formats from what the code can do, or check that they are current.
 
     python scripts/format_table.py [--check]
 
@@ -19,7 +19,7 @@ from hardpoint_ascend.kernels import AscendKernels
 from hardpoint_conformance.compare import markdown_table
 from hardpoint_cpu.kernels import CpuKernels
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- formats: begin -->", "<!-- formats: end -->"
 
 BACKENDS: dict[str, type[KernelSet]] = {"cpu": CpuKernels, "cuda, rocm": TritonKernels, "ascend": AscendKernels}
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing, and end with status 1 where the tables are stale"
     )
-    parser.add_argument("file", nargs="?", type=Path, default=README)
+    parser.add_argument("file", nargs="?", type=Path, default=DOCUMENT)
     options = parser.parse_args(arguments)
     text = options.file.read_text("utf-8")
     before, begin, rest = text.partition(BEGIN)
