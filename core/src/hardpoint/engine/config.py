@@ -47,6 +47,8 @@ class EngineConfig(SchedulerSettings):
         device: index of the device within the backend.
         require_accelerator: refuse to run on the host's processor.
         tokenizer: path of another tokenizer; None for the model's own.
+        skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
+        trust_remote_code: run Python code that a model's or tokenizer's folder brings.
         generation_config: sampling parameters where a request gives none: "auto" for what the model's publisher recommends in
             generation_config.json, "vllm" for the engine's defaults, or a folder or file with another such file.
         dtype: "auto" for the model's own, or "float32", "bfloat16", "float16" ("half" and "float" are understood).
@@ -99,6 +101,7 @@ class EngineConfig(SchedulerSettings):
         max_cpu_loras: most adapters that are kept on the host, from `max_loras` on, which is the default; others are read again.
         enable_prompt_embeds: take prompts that are embeddings, `{"prompt_embeds": tensor}`.
         max_commands: most commands that wait for a loop in a thread or process of its own; one more is InboxFull.
+        use_fused_decoder: run the model by the backend's fused program where it has one for its family; False to run it as modules.
         logprobs_mode: what `SamplingParams.logprobs` returns: "raw_logprobs" and "raw_logits" are of the logits as the model computed them,
             "processed_logprobs" and "processed_logits" of those that tokens are drawn from. Of prompts it is always the first.
         speculative_config: guesses at next tokens that one step verifies, by name; see `hardpoint.engine.speculation.SpeculativeConfig`.
