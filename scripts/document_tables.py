@@ -2,8 +2,8 @@
 
     python scripts/document_tables.py [--check]
 
-Architectures are the registry's; formats are asked of the backends' kernel sets, which say them without a device. Settings are the fields of
-`EngineConfig`, explained by its docstring.
+Architectures are the registry's; formats are asked of the backends' kernel sets, which say them without a device.
+Settings are the fields of `EngineConfig`, explained by its docstring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of models, weight formats and settings in docs/ are those that the code makes, and every variable of the environment is explained."""
+"""The tables in docs/ are those that the code makes, and every environment variable is explained."""
 
 from __future__ import annotations
 
