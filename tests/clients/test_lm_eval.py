@@ -118,6 +118,8 @@ def test_what_cannot_be_generated_is_refused(asked: dict[str, Any], error: type[
         ours.generate_until([Instance("generate_until", {}, ("Once", {"until": [], **asked}), 0)])
 
 
-def test_a_continuation_longer_than_the_context_is_refused(ours: HardpointLM) -> None:
+def test_a_continuation_that_cannot_be_scored_is_refused(ours: HardpointLM) -> None:
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        ours.loglikelihood([Instance("loglikelihood", {}, ("Once", ""), 0)])
     with pytest.raises(InvalidRequest, match="does not fit the context"):
         ours.loglikelihood([Instance("loglikelihood", {}, ("Once", " upon" * CONTEXT), 0)])

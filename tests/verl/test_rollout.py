@@ -241,8 +241,23 @@ def test_what_is_not_done_is_refused_by_name(
             await generated(manager, n=2, temperature=1)
         with pytest.raises(InvalidRequest, match="pictures"):
             await manager.get_client().generate("a", prompt_ids=PROMPT, sampling_params=GREEDY, image_data=[b"x"])
+        with pytest.raises(InvalidRequest, match="sounds"):
+            await manager.get_client().generate("a", prompt_ids=PROMPT, sampling_params=GREEDY, audio_data=[b"x"])
 
     asyncio.run(requests())
+
+
+def test_profiles_of_the_training_workers_alone_do_not_stop_a_step(manager: LLMServerManager) -> None:
+    """verl's trainer calls its rollout's profiler, too."""
+    manager.start_profile()
+    manager.stop_profile()
+
+
+def test_replicas_draw_different_answers(config: DictConfig, adapter: ServerAdapter) -> None:
+    """Engines of one seed give their first requests the same random numbers; verl gives replicas answers to one prompt to draw."""
+    assert engine_settings(adapter.config, 0)["seed"] == config.actor_rollout_ref.rollout.get("seed", 42)
+    assert len({engine_settings(adapter.config, rank)["seed"] for rank in range(3)}) == 3
+    assert engine_settings(adapter.config, trust_remote_code=True)["trust_remote_code"]
 
 
 def test_only_a_replicas_first_worker_speaks_to_its_server(config: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:

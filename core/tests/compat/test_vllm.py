@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import subprocess
 import sys
@@ -15,7 +16,15 @@ import pytest
 import torch
 
 import hardpoint
-from hardpoint.compat.vllm import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
+from hardpoint.compat.vllm import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    BeamSearchParams,
+    EngineArgs,
+    FlexibleArgumentParser,
+    SamplingParams,
+)
 from hardpoint.compat.vllm.arguments import engine_settings
 from hardpoint.interfaces.errors import ConfigError, InvalidRequest
 from hardpoint_conformance.tiny_model import Shape, tiny_model
@@ -53,6 +62,10 @@ def llm() -> Iterator[LLM]:
         ({"mm_processor_kwargs": {"size": 1}}, "preprocessor_config"),
         ({"allowed_media_domains": ["example.org"]}, "data: URLs"),
         ({"no_such_argument": 1}, "no_such_argument"),
+        ({"structured_outputs_config": {"disable_any_whitespace": True}}, "disable_any_whitespace"),
+        ({"structured_outputs_config": {"backend": "auto", "reasoning_parser": "qwen3"}}, "after='</think>'"),
+        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb is not supported"),
+        ({"mamba_ssm_cache_dtype": "float32"}, "mamba_ssm_cache_dtype is not supported"),
     ],
 )
 def test_what_this_engine_does_not_do_is_refused_by_name(arguments: dict[str, Any], said: str) -> None:
@@ -67,6 +80,37 @@ def test_names_of_checkpoints_formats_ask_for_weights_as_they_are_stored() -> No
         == {"quantization": "auto"}
     )
     assert engine_settings({"quantization": "int8"}) == {"quantization": "int8"}
+
+
+def test_arguments_of_absent_features_are_taken_where_they_ask_for_nothing() -> None:
+    asked = {"data_parallel_hybrid_lb": False, "mamba_cache_dtype": "auto", "enable_return_routed_experts": False}
+    assert engine_settings(asked | {"structured_outputs_config": {"backend": "auto", "reasoning_parser": ""}}) == {}
+
+
+def test_parameters_are_copied_by_the_names_of_their_fields() -> None:
+    """As outlines does it, with vLLM's structs of msgspec."""
+    params = SamplingParams(temperature=0.5, stop="a", max_tokens=None)
+    copied = {name: getattr(params, name) for name in params.__struct_fields__}
+    assert SamplingParams(**copied | {"n": 2}) == SamplingParams(temperature=0.5, stop="a", max_tokens=None, n=2)
+
+
+def test_command_lines_have_their_short_names_negations_and_lists() -> None:
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    given = ["-tp", "2", "-q", "awq", "--no-async-scheduling", "--served-model-name", "a", "b"]
+    args = EngineArgs.from_cli_args(parser.parse_args(given))
+    assert (args.tensor_parallel_size, args.quantization, args.async_scheduling) == (2, "awq", False)
+    assert args.served_model_name == ["a", "b"]
+
+
+def test_outputs_are_numbered_and_embeddings_are_lists(llm: LLM) -> None:
+    outputs = llm.generate([PROMPT] * 2, SamplingParams(max_tokens=1), use_tqdm=False)
+    first, second = (int(one.request_id) for one in outputs)
+    assert second == first + 1
+    (found,) = llm.embed([PROMPT], use_tqdm=False)
+    assert len(json.loads(json.dumps(found.outputs.embedding))) == found.outputs.hidden_size
+    with pytest.raises(InvalidRequest, match=r"PoolingParams\(truncate_prompt_tokens"):
+        llm.embed([PROMPT], truncate_prompt_tokens=2)
 
 
 def test_processed_log_probabilities_are_those_of_the_distribution_that_is_sampled_from(llm: LLM) -> None:
@@ -162,6 +206,7 @@ def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:
         from beside import NAME
         assert importlib.util.find_spec("vllm") is not None
         from vllm import LLM, RequestOutput, SamplingParams
+        from vllm.logprobs import Logprob
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.utils.network_utils import get_ip
         from vllm.distributed.weight_transfer.nccl_common import trainer_init

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, is_typeddict
 
 from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel, BaseLLM, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_openai_messages
 from langchain_core.messages.ai import UsageMetadata
@@ -19,6 +20,7 @@ from langchain_core.outputs import (
     LLMResult,
 )
 from langchain_core.runnables import Runnable
+from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
 from hardpoint import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -42,12 +44,29 @@ class _OverEngine(BaseModel):
         """Return the parameters of a call; raises InvalidSamplingParams."""
         changes = {**self.sampling, **given}
         if stop is not None:
-            changes["stop"] = list(stop)
-        return self.llm.get_default_sampling_params().clone(**changes)
+            changes["stop"] = stop
+        params = self.llm.get_default_sampling_params().clone(**changes)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise InvalidSamplingParams(
+                "log probabilities do not reach LangChain",
+                found=f"logprobs={params.logprobs}, prompt_logprobs={params.prompt_logprobs}",
+                hint="Use LLM.generate or LLM.chat",
+            )
+        return params
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return a text's token ids; LangChain counts tokens by it."""
+        if self.custom_get_token_ids is not None:  # type: ignore[attr-defined]
+            return super().get_token_ids(text)  # type: ignore[misc,no-any-return]
+        return self.llm.engine.process.encode(text)
 
     def identity(self) -> dict[str, Any]:
         """Return what tells models apart, for LangChain's caches and traces."""
         return {"model_name": self.llm.info.model, **self.sampling}
+
+
+# Of each class, since LangChain's base ignores others; its users give temperatures and their like to the model.
+_NO_OTHER_FIELDS = ConfigDict(extra="forbid")
 
 
 class HardpointLLM(_OverEngine, BaseLLM):  # type: ignore[misc]
@@ -56,6 +75,8 @@ class HardpointLLM(_OverEngine, BaseLLM):  # type: ignore[misc]
     Example:
         >>> HardpointLLM(llm=LLM("demo"), sampling={"temperature": 0}).invoke("The capital of France is")
     """
+
+    model_config = _NO_OTHER_FIELDS
 
     @property
     def _llm_type(self) -> str:
@@ -107,10 +128,6 @@ class HardpointLLM(_OverEngine, BaseLLM):  # type: ignore[misc]
                 run_manager.on_llm_new_token(new.text, chunk=chunk)
             yield chunk
 
-    def get_num_tokens(self, text: str) -> int:
-        """Return how many tokens a text has."""
-        return len(self.llm.engine.process.encode(text))
-
 
 class ChatHardpoint(_OverEngine, BaseChatModel):  # type: ignore[misc]
     """Conversations in, answers out, as the model's chat template writes them.
@@ -118,6 +135,8 @@ class ChatHardpoint(_OverEngine, BaseChatModel):  # type: ignore[misc]
     Calls of tools are not read from answers: `bind_tools` is refused. `with_structured_output` holds answers to a schema while they are
     drawn, and needs no tools.
     """
+
+    model_config = _NO_OTHER_FIELDS
 
     @property
     def _llm_type(self) -> str:
@@ -173,10 +192,6 @@ class ChatHardpoint(_OverEngine, BaseChatModel):  # type: ignore[misc]
                 run_manager.on_llm_new_token(new.text, chunk=chunk)
             yield chunk
 
-    def get_num_tokens(self, text: str) -> int:
-        """Return how many tokens a text has."""
-        return len(self.llm.engine.process.encode(text))
-
     def bind_tools(self, tools: Sequence[Any], **_: Any) -> NoReturn:
         """Refuse: raises InvalidRequest."""
         raise InvalidRequest(
@@ -188,18 +203,24 @@ class ChatHardpoint(_OverEngine, BaseChatModel):  # type: ignore[misc]
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """Return a model whose answers match a JSON schema, given as itself or as a pydantic class.
+        """Return a model whose answers match a JSON schema, given as itself, as a pydantic class or as LangChain converts it.
+
+        An answer that `max_tokens` cut, 16 of them where nothing else is said, is an OutputParserException.
 
         Raises:
             InvalidRequest: the schema is something else, or `include_raw` or another option is given.
         """
         if isinstance(schema, type) and issubclass(schema, BaseModel):
-            json, parser = schema.model_json_schema(), PydanticOutputParser(pydantic_object=schema)
+            json, parser = schema.model_json_schema(), _WholePydantic(pydantic_object=schema)
+        elif is_typeddict(schema) or (isinstance(schema, dict) and schema.keys() & _OF_FUNCTIONS):
+            json, parser = convert_to_json_schema(schema), _WholeJson()
         elif isinstance(schema, dict):
-            json, parser = schema, JsonOutputParser()
+            json, parser = schema, _WholeJson()
         else:
             raise InvalidRequest(
-                "a schema is a mapping or a pydantic class", found=repr(schema), hint="Give its JSON schema"
+                "a schema is a mapping, a TypedDict or a pydantic class",
+                found=repr(schema),
+                hint="Give its JSON schema",
             )
         options = [*(["include_raw"] if include_raw else []), *kwargs]
         if options:
@@ -207,6 +228,31 @@ class ChatHardpoint(_OverEngine, BaseChatModel):  # type: ignore[misc]
                 "with_structured_output takes a schema and no options", found=", ".join(options), hint="Leave them out"
             )
         return self.bind(structured_outputs=StructuredOutputsParams(json=json)) | parser
+
+
+_OF_FUNCTIONS = {"name", "function", "toolSpec"}
+"""Keys of descriptions of functions, in the forms that LangChain knows, which no JSON schema has."""
+
+
+class _Whole:
+    """A parser that takes no answer that was cut, which LangChain's would complete as if it were whole."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Return what the answer holds; raises OutputParserException."""
+        reason = getattr(result[0], "message", AIMessage("")).response_metadata.get("finish_reason")
+        if reason not in (None, "stop"):
+            raise OutputParserException(
+                f"the answer is not whole: finish reason {reason!r}. Raise max_tokens", llm_output=result[0].text
+            )
+        return super().parse_result(result, partial=partial)  # type: ignore[misc]
+
+
+class _WholeJson(_Whole, JsonOutputParser):  # type: ignore[misc]
+    pass
+
+
+class _WholePydantic(_Whole, PydanticOutputParser):  # type: ignore[misc]
+    pass
 
 
 def _of_one(params: SamplingParams) -> SamplingParams:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, TextBlock
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import ConfigDict, Field
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from pydantic import InstanceOf
@@ -33,6 +34,9 @@ class HardpointLLM(CustomLLM):  # type: ignore[misc]
         >>> HardpointLLM(llm=LLM("demo"), sampling={"temperature": 0}).complete("The capital of France is").text
     """
 
+    # Other fields are refused, since LlamaIndex's users give temperatures and their like to the model.
+    model_config = ConfigDict(extra="forbid")
+
     llm: InstanceOf[LLM] = Field(exclude=True)
     sampling: dict[str, Any] = Field(default_factory=dict)
 
@@ -44,10 +48,10 @@ class HardpointLLM(CustomLLM):  # type: ignore[misc]
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex wants to know of a model: its name, its context and how long answers are, in tokens."""
         most = self._params({}).max_tokens
-        context = self.llm.info.max_model_len
         return LLMMetadata(
-            context_window=context,
-            num_output=context if most is None else most,
+            context_window=self.llm.info.max_model_len,
+            # -1 has LlamaIndex leave its own number of tokens free for the answer.
+            num_output=-1 if most is None else most,
             is_chat_model=True,
             model_name=self.llm.info.model,
         )
@@ -67,13 +71,13 @@ class HardpointLLM(CustomLLM):  # type: ignore[misc]
     @llm_chat_callback()  # type: ignore[untyped-decorator]
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Return the answer to a conversation."""
-        (output,) = self.llm.chat(_plain(messages), self._params(kwargs), use_tqdm=False)
+        (output,) = self.llm.generate(self._conversation(messages), self._params(kwargs), use_tqdm=False)
         return ChatResponse(message=_answer(output.outputs[0].text), additional_kwargs=_counts(output))
 
     @llm_chat_callback()  # type: ignore[untyped-decorator]
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> Iterator[ChatResponse]:
         """Yield the answer to a conversation as it grows."""
-        for text, delta in self._grown(self.llm.engine.process_chat(_plain(messages)), kwargs):
+        for text, delta in self._grown(self._conversation(messages), kwargs):
             yield ChatResponse(message=_answer(text), delta=delta)
 
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -100,7 +104,25 @@ class HardpointLLM(CustomLLM):  # type: ignore[misc]
             raise InvalidSamplingParams(
                 "LlamaIndex takes one completion", found=f"n={params.n}", hint="Call it several times"
             )
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise InvalidSamplingParams(
+                "log probabilities do not reach LlamaIndex",
+                found=f"logprobs={params.logprobs}, prompt_logprobs={params.prompt_logprobs}",
+                hint="Use LLM.generate or LLM.chat",
+            )
         return params
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse: raises InvalidRequest. LlamaIndex's own takes what cannot be pickled, the engine, away from this model."""
+        raise InvalidRequest(
+            "an engine cannot be pickled", hint="Make it, and the model, in the process that uses them"
+        )
+
+    def _conversation(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """Return messages as `messages_to_prompt` writes them where it was given, else as the model's chat template does."""
+        if self.messages_to_prompt is not generic_messages_to_prompt:
+            return str(self.messages_to_prompt(messages))
+        return self.llm.engine.process_chat(_plain(messages))
 
     def _prompt(self, prompt: str, formatted: bool) -> str:
         return prompt if formatted else self.completion_to_prompt(prompt)

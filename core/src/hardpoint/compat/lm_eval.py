@@ -203,6 +203,8 @@ class HardpointLM(TemplateLM):  # type: ignore[misc]
         """
         prompts, params = [], []
         for _, context, continuation in requests:
+            if not continuation:
+                raise InvalidRequest("a continuation has no tokens", hint="Give a text to score")
             if len(continuation) >= self.max_length:
                 raise InvalidRequest(
                     "a continuation does not fit the context",

@@ -49,8 +49,12 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 
 
-def engine_settings(config: RolloutConfig) -> dict[str, Any]:
+def engine_settings(config: RolloutConfig, replica_rank: int = 0, trust_remote_code: bool = False) -> dict[str, Any]:
     """Return the settings of `AsyncLLM` that a rollout's configuration stands for; those under `engine_kwargs.hardpoint` come before.
+
+    Args:
+        replica_rank: replicas have seeds of their own, or they would draw the same answers to a prompt that several are given.
+        trust_remote_code: of the model's configuration.
 
     Raises ConfigError where the configuration asks for what is not done here.
     """
@@ -69,10 +73,12 @@ def engine_settings(config: RolloutConfig) -> dict[str, Any]:
         "max_model_len": config.max_model_len or config.prompt_length + config.response_length,
         "limit_mm_per_prompt": None if config.limit_images is None else {"image": config.limit_images},
         "enable_sleep_mode": config.enable_sleep_mode or config.free_cache_engine,
+        "seed": config.seed + replica_rank,
+        "trust_remote_code": trust_remote_code,
     }
     same = (
         "dtype enable_chunked_prefill enable_prefix_caching enforce_eager load_format logprobs_mode"
-        " max_num_batched_tokens max_num_seqs scheduling_policy seed"
+        " max_num_batched_tokens max_num_seqs scheduling_policy"
     )
     settings |= {name: config.get(name) for name in same.split()}
     return settings | dict(config.engine_kwargs.get(NAME) or {})
@@ -115,6 +121,8 @@ class HardpointServer:
         request_id: str,
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
+        audio_data: Sequence[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
         """Continue a prompt by one completion, and return its tokens with, where `logprobs` is true, their log probabilities.
@@ -123,11 +131,11 @@ class HardpointServer:
             sampling_params: of `SamplingParams` by name, with `logprobs` a bool; `max_new_tokens` is another name for `max_tokens`.
             priority: see `LLM.generate`.
 
-        Raises InvalidRequest where there are pictures or videos, several completions or `prompt_logprobs`, and what `AsyncLLM.generate`
-        raises.
+        Raises InvalidRequest where there are pictures, films or sounds, several completions or `prompt_logprobs`, and what
+        `AsyncLLM.generate` raises. `mm_processor_kwargs` is of these alone.
         """
-        if image_data or video_data:
-            raise InvalidRequest("pictures and videos are not taken from verl", hint="Give prompts of tokens")
+        if image_data or video_data or audio_data:
+            raise InvalidRequest("pictures, films and sounds are not taken from verl", hint="Give prompts of tokens")
         params = self._params(len(prompt_ids), dict(sampling_params))
         while not self._admits.is_set():
             if self._rejects:
@@ -204,6 +212,12 @@ class HardpointServer:
         return await self._llm.update_weights(
             (name, torch.from_numpy(array.copy()).view(dtype).view(shape)) for name, dtype, shape, array in tensors
         )
+
+    async def start_profile(self, **_: Any) -> None:
+        """Do nothing: verl calls it of every replica, and profiles of the rollout are refused (see `engine_settings`)."""
+
+    async def stop_profile(self) -> None:
+        """See `start_profile`."""
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Name the version of the weights, which outputs carry as `extra_fields["global_steps"]`."""
@@ -314,8 +328,8 @@ class HardpointReplica(RolloutReplica):  # type: ignore[misc]
 
     async def launch_servers(self) -> None:
         """Start the server and load the model; raises ConfigError where workers have accelerators, or are on several machines."""
-        settings = engine_settings(self.config)
         model = omega_conf_to_dataclass(self.model_config, dataclass_type=HFModelConfig)
+        settings = engine_settings(self.config, self.replica_rank, model.trust_remote_code)
         _check_no_adapters(model)
         places = await asyncio.gather(*(worker.__ray_call__.remote(_place) for worker in self.workers))
         nodes = {node for node, _ in places}

@@ -9,21 +9,22 @@ from dataclasses import fields
 from typing import ParamSpec, TypeVar
 
 from hardpoint.interfaces.errors import InvalidRequest
-from hardpoint.sampling import SamplingParams
+from hardpoint.sampling import PoolingParams, SamplingParams
 from hardpoint.validation import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OF_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+_POOLING_CALLS = ("classify", "embed", "encode", "reward", "score")
 
 
 def check_names(call: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise InvalidRequest for a name that is not among the arguments of a call."""
     for name in given:
         if name not in known:
-            where = f"Give it with the parameters: SamplingParams({name}=...)"
-            hint = where if name in _OF_SAMPLING else did_you_mean(name, known)
+            params = PoolingParams if call in _POOLING_CALLS else SamplingParams
+            where = f"Give it with the parameters: {params.__name__}({name}=...)"
+            hint = where if name in {field.name for field in fields(params)} else did_you_mean(name, known)
             raise InvalidRequest(f"{name!r} is not an argument of {call}", hint=hint)
 
 

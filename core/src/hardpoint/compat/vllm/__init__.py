@@ -39,7 +39,14 @@ from hardpoint.compat.vllm.tools import (
     trainer_init,
 )
 from hardpoint.engine.inputs import Prompt as PromptType
-from hardpoint.engine.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput
+from hardpoint.engine.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    FlatLogprobs,
+    Logprob,
+    PoolingOutput,
+    ScoringOutput,
+)
 from hardpoint.interfaces.errors import ConfigError
 
 __all__ = [
@@ -56,10 +63,12 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "EngineArgs",
+    "FlatLogprobs",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
+    "Logprob",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",

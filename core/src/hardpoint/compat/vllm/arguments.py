@@ -35,6 +35,10 @@ _QUIET = frozenset(
         ),
         *("fully_sharded_loras", "lora_dtype", "lora_extra_vocab_size"),
         *("mm_processor_cache_gb", "mm_processor_cache_type", "disable_mm_preprocessor_cache", "skip_mm_profiling"),
+        *("allow_deprecated_quantization", "collect_detailed_traces", "cudagraph_metrics", "custom_histogram_buckets"),
+        *("enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "enable_mfu_metrics"),
+        *("enable_mm_processor_stats", "fail_on_environ_validation", "jit_monitor_mode", "jit_monitor_verbose"),
+        *("kv_cache_metrics", "kv_cache_metrics_sample", "kv_offloading_backend", "log_config_file", "logging_config"),
         "chat_template",
     }
 )
@@ -48,8 +52,22 @@ _TUNING = frozenset(
         *("linear_backend", "max_cudagraph_capture_size", "max_parallel_loading_workers", "max_seq_len_to_capture"),
         *("model_loader_extra_config", "moe_backend", "multi_step_stream_outputs", "num_scheduler_steps", "numa_bind"),
         *("optimization_level", "performance_mode", "prefix_caching_hash_algo", "pt_load_map_location"),
-        *("renderer_num_workers", "safetensors_load_strategy", "stream_interval", "structured_outputs_config"),
+        *("renderer_num_workers", "safetensors_load_strategy", "stream_interval"),
         *("use_v2_block_manager", "watermark"),
+        *("cp_kv_cache_interleave_size", "cpu_distributed_timeout_seconds", "dbo_decode_token_threshold"),
+        *("dbo_prefill_token_threshold", "dcp_comm_backend", "dcp_kv_cache_interleave_size", "dcp_q_replicate"),
+        *("disable_chunked_mm_input", "disable_nccl_for_dp_synchronization", "distributed_timeout_seconds"),
+        *("dp_sync_interval", "enable_batch_sharded_sampling", "enable_cumem_allocator", "enable_ep_weight_filter"),
+        *("enable_hc_sp", "enable_mixed_moe_lora_format", "enable_moe_shared_loras", "enable_nccl_comm_suspend"),
+        *("enable_shm_tensor_arena", "eplb_config", "expert_placement_strategy", "gdn_prefill_backend"),
+        *("ir_op_priority", "kda_decode_backend", "kda_prefill_backend", "long_prefill_token_threshold_adaptive"),
+        *("mamba_backend", "mamba_block_size", "mamba_cache_mode", "mamba_ssu_algorithm", "max_num_active_seqs"),
+        *("max_num_scheduled_tokens", "mm_device_do_normalize", "mm_encoder_attn_backend", "mm_encoder_tp_mode"),
+        *("mm_hasher_algorithm", "mm_ipc_gpu_memory_gb", "mm_processor_device", "mm_shm_cache_max_object_size_mb"),
+        *("mm_tensor_ipc", "numa_bind_cpus", "numa_bind_nodes", "prefill_schedule_interval", "prefix_match_unit"),
+        *("safetensors_prefetch_block_size", "safetensors_prefetch_num_threads", "scheduler_reserve_full_isl"),
+        *("sleep_mode_offload_cudagraph", "sparse_indexer_topk_backend", "specialize_active_lora"),
+        *("swa_bounded_replay", "ubatch_size", "use_fp64_gumbel"),
     }
 )
 """Arguments that tune how vLLM computes, and not what: any value is taken, and said to have no effect."""
@@ -107,6 +125,33 @@ _REFUSED: Mapping[str, str] = {
     "weight_transfer_config": "Use update_weights with (name, tensor) pairs, or reload_weights",
     "worker_cls": "Write a backend (docs/adding-a-device.md)",
     "worker_extension_cls": "Use update_weights, reload_weights and collective_rpc's own calls",
+    **dict.fromkeys(
+        (
+            *("aux_output_config", "cpu_offload_params", "default_mm_loras", "device_ids", "diffusion_config"),
+            *("ec_manager_config", "elastic_ep_max_dp_size", "enable_elastic_ep", "enable_fault_tolerance"),
+            *("enable_mamba_cache_stochastic_rounding", "enable_mamba_shared_prefix_checkpoint", "enable_mm_embeds"),
+            *("enable_return_routed_experts", "enable_tower_connector_lora", "enable_trace_replay", "engram_config"),
+            *("fault_tolerance_config", "kv_cache_dtype_skip_layers", "lora_target_modules", "mamba_cache_dtype"),
+            *("mamba_cache_philox_rounds", "mamba_config", "mamba_ssm_cache_dtype", "max_lora_cls_labels"),
+            *("max_num_queued_reqs", "max_num_queued_tokens", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+            *("mm_encoder_fp8_scale_save_margin", "mm_encoder_fp8_scale_save_path", "model_class_overrides"),
+            *("model_weights", "offload_backend", "offload_group_size", "offload_num_in_group", "offload_params"),
+            *("offload_prefetch_step", "per_request_spec_decode_metrics", "prefix_cache_retention_interval"),
+            *("ray_workers_use_nsight", "reasoning_config", "reasoning_parser_plugin", "replayssm_buffer_len"),
+            *("return_sampling_mask", "shutdown_timeout", "sleep_preserve_parameter_names", "spec_method"),
+            *("spec_model", "spec_tokens", "tokens_only", "use_replayssm", "video_pruning_method"),
+            *("video_pruning_rate", "watermark_config"),
+        ),
+        "Leave it out",
+    ),
+    **dict.fromkeys(
+        (
+            *("data_parallel_address", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
+            *("data_parallel_multi_port_external_lb", "data_parallel_rpc_port", "data_parallel_size_local"),
+            *("data_parallel_start_rank", "master_addr", "master_port"),
+        ),
+        _BY_THE_FIRST,
+    ),
 }
 """Arguments of features that are not here, and what to do instead. Values that ask for nothing are taken."""
 
@@ -114,7 +159,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "hf_token": (True,),
     "decode_context_parallel_size": (1,),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "master_addr": ("127.0.0.1",),
     "nnodes": (1,),
+    "offload_backend": ("auto",),
     "prefill_context_parallel_size": (1,),
     "worker_cls": ("auto",),
 }
@@ -128,7 +177,9 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments of which some values are what this engine does anyway."""
 
-KNOWN = frozenset(_QUIET | _TUNING | _REFUSED.keys() | _CHOICES.keys())
+_STRUCTURED = "structured_outputs_config"
+
+KNOWN = frozenset(_QUIET | _TUNING | _REFUSED.keys() | _CHOICES.keys() | {_STRUCTURED})
 """vLLM's arguments that are no settings of this engine."""
 
 SETTINGS = {_THEIRS.get(one.name, one.name): one for one in dataclasses.fields(EngineConfig)}
@@ -148,6 +199,8 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in _TUNING:
             without_effect += [] if _is_in(value, _ASKS_NOTHING) else [name]
+        elif name == _STRUCTURED:
+            without_effect += _structured_outputs(value)
         elif name in _CHOICES:
             choose(name, value, _CHOICES[name])
         elif name in _REFUSED:
@@ -207,6 +260,19 @@ def _quantization(name: Any) -> Any:
             "quantization is not supported as given", found=f"quantization={shown(name)}", hint=f"Use one of: {known}"
         )
     return name
+
+
+def _structured_outputs(value: Any) -> list[str]:
+    """Return the argument's name where it names a backend; raises ConfigError where it changes which texts match."""
+    given = dict(value) if isinstance(value, Mapping) else {"": value}
+    names_backend = given.pop("backend", "auto") != "auto"
+    if not all(one is None or _is_in(one, _ASKS_NOTHING) for one in given.values()):
+        raise ConfigError(
+            f"{_STRUCTURED} is not supported as given",
+            found=f"{_STRUCTURED}={shown(value)}",
+            hint="Give {'backend': ...} alone; of a model that reasons, StructuredOutputsParams(after='</think>')",
+        )
+    return [_STRUCTURED] if names_backend else []
 
 
 def _place_ranks(settings: dict[str, Any], engines_on_ray: bool) -> None:

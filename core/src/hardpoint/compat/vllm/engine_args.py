@@ -119,11 +119,14 @@ def _add_cli_args(parser: argparse.ArgumentParser, async_args_only: bool = False
         option = f"--{name.replace('_', '-')}"
         if option in parser._option_string_actions:
             continue
-        if isinstance(default, bool):
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+        options = [short, option] if (short := _SHORT.get(name)) else [option]
+        if isinstance(default, bool) or name.startswith(("async_", "disable_", "enable_")):
+            parser.add_argument(*options, action=argparse.BooleanOptionalAction, default=default)
+        elif name in _LISTS:
+            parser.add_argument(*options, type=_value, nargs="+", default=default, metavar="VALUE")
         else:
             kind = str if name in _TEXTS else _value
-            parser.add_argument(option, type=kind, nargs="?", const=True, default=default, metavar="VALUE")
+            parser.add_argument(*options, type=kind, nargs="?", const=True, default=default, metavar="VALUE")
     return parser
 
 
@@ -138,6 +141,14 @@ _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(sorted(KNOWN)),
 }
 """By vLLM's names; None for what is as the engine has it."""
+_SHORT: Mapping[str, str] = {
+    "compilation_config": "-cc",
+    "data_parallel_size": "-dp",
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+    "tensor_parallel_size": "-tp",
+}
+_LISTS = ("cudagraph_capture_sizes", "served_model_name")
 _HINTS = get_type_hints(EngineConfig)
 _TEXTS = {name for name, one in SETTINGS.items() if str in (_HINTS[one.name], *get_args(_HINTS[one.name]))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank, with_tensor
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
 from hardpoint.compat.vllm.requests import check_options, check_reset
 from hardpoint.engine.inputs import Message, Prompt
+from hardpoint.engine.outputs import EmbeddingOutput
 from hardpoint.interfaces.errors import ConfigError
 
 
@@ -141,7 +143,7 @@ class LLM(hardpoint.LLM):
         """Return embeddings; see `hardpoint.LLM.embed`."""
         check_options(options, self.embed)
         found = super().encode(prompts, pooling_params, pooling_task="embed", use_tqdm=bool(use_tqdm))
-        return [EmbeddingRequestOutput.from_base(one) for one in found]
+        return [_listed(EmbeddingRequestOutput.from_base(one)) for one in found]
 
     def classify(
         self,
@@ -198,6 +200,15 @@ class LLM(hardpoint.LLM):
     ) -> list[Any]:
         """Call one of a closed list of methods, and return its result as of one rank; see `call_on_rank`."""
         return call_on_rank(self.engine, method, timeout, args, kwargs)
+
+    def _next_id(self) -> str:
+        # Numbers, as in vLLM: scripts sort outputs by int(request_id).
+        return str(next(self._request_ids))
+
+
+def _listed(output: EmbeddingRequestOutput) -> EmbeddingRequestOutput:
+    """Return an embedding as a list of floats, as in vLLM: scripts write it as JSON."""
+    return replace(output, outputs=EmbeddingOutput(output.outputs.embedding.tolist()))  # type: ignore[arg-type]
 
 
 def _template(given: str | Path | None) -> str | None:

@@ -45,6 +45,7 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "inputs.data": _PROMPTS,
     "inputs.llm": _PROMPTS,
     "logger": ("init_logger",),
+    "logprobs": ("FlatLogprobs", "Logprob"),
     "lora": (),
     "lora.request": ("LoRARequest",),
     "outputs": _OUTPUTS,

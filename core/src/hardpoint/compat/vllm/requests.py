@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 import hardpoint
@@ -19,12 +19,15 @@ _SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "logprob_token_ids": (),
     "output_text_buffer_length": (0,),
+    "prompt_logprob_start": (0,),
+    "prompt_logprob_token_ids": (),
     "repetition_detection": (),
     "routed_experts_prompt_start": (0,),
     "skip_clone": (False, True),
     "skip_reading_prefix_cache": (False,),
     "stream_interval": (1,),
     "thinking_token_budget": (),
+    "trace_decode_token_ids": (),
     "use_beam_search": (False,),
     "watermarking": (False,),
 }
@@ -52,6 +55,8 @@ class SamplingParams(hardpoint.SamplingParams):
     """
 
     __slots__ = ()
+    # vLLM's are structs of msgspec, which libraries (outlines) copy by these names.
+    __struct_fields__ = tuple(one.name for one in dataclasses.fields(hardpoint.SamplingParams))
 
     def __new__(cls, *args: object, **values: object) -> Self:
         """Leave the names to `__init__`."""
@@ -118,7 +123,7 @@ class PoolingParams(hardpoint.PoolingParams):
         super().__init__(**values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoRARequest(hardpoint.LoRARequest):
     """`hardpoint.LoRARequest` with vLLM's further fields, of which the model's name says nothing here; raises InvalidRequest."""
 
