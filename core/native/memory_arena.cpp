@@ -62,7 +62,8 @@ std::vector<HostArena::Span> HostArena::take(size_t size, std::optional<uint64_t
   for (;;) {
     std::unique_lock lock(mutex_);
     unpin_again_locked();
-    check_locked(asked, budget);
+    check_budget_locked(asked, budget);
+    check_room_locked(asked);
     if (free_locked() >= size) {
       std::vector<Span> spans;
       for (auto& [id, slab] : slabs_) {
@@ -108,16 +109,20 @@ void HostArena::give(const Span& span) {
   }
 }
 
-void HostArena::check_locked(size_t size, std::optional<uint64_t> budget) const {
-  // Without a budget, what is held already needs no room.
-  if (!budget && size <= free_locked()) return;
-  const uint64_t limit = budget ? *budget : held_ + host::available_memory();
+void HostArena::check_locked(size_t size, uint64_t limit, const char* whose, const char* way) const {
   if (size <= limit && used_ <= limit - size) return;
-  throw MemoryFault(Fault::kBudgetExceeded,
-                    "backups need " + std::to_string(size) + " bytes of host memory",
-                    std::to_string(used_) + " bytes are in use by other backups, and the " +
-                        (budget ? "budget is " : "host has room for ") + std::to_string(limit) + " bytes",
-                    "Raise the host budget, use the disk or source tier, or discard (level 2)");
+  throw MemoryFault(Fault::kBudgetExceeded, "backups need " + std::to_string(size) + " bytes of host memory",
+                    std::to_string(used_) + " bytes are in use by other backups, and the " + whose + std::to_string(limit) + " bytes",
+                    std::string(way) + ", use the disk or source tier, or discard (level 2)");
+}
+
+void HostArena::check_budget_locked(size_t size, std::optional<uint64_t> budget) const {
+  if (budget) check_locked(size, *budget, "budget is ", "Raise the host budget");
+}
+
+// A budget is no room: a process that takes more than the host has is killed. What is held already needs none.
+void HostArena::check_room_locked(size_t size) const {
+  if (size > free_locked()) check_locked(size, held_ + host::available_memory(), "host has room for ", "Make room on the host");
 }
 
 void HostArena::prepare(size_t size, std::optional<uint64_t> budget) {
@@ -125,7 +130,13 @@ void HostArena::prepare(size_t size, std::optional<uint64_t> budget) {
   size_t missing = 0;
   {
     std::lock_guard lock(mutex_);
-    check_locked(size, budget);
+    check_budget_locked(size, budget);
+    try {
+      check_room_locked(size);
+    } catch (const MemoryFault&) {
+      if (!budget) throw;
+      return;  // the budget is kept to; whether there is room when it sleeps, the sleep will say
+    }
     if (round_up(size, kPage) > free_locked()) missing = round_up(size, kPage) - free_locked();
   }
   if (missing == 0) return;

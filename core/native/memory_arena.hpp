@@ -47,7 +47,8 @@ class HostArena {
   // Says that copies from or to host memory may be under way after its owners are gone: before any is unpinned, the device is synchronised.
   void note_undrained() noexcept { undrained_ = true; }
 
-  // Takes and pins slabs until `size` bytes are free, in a thread of its own; `take` waits for it. A failure there is met again by `take`.
+  // Takes and pins slabs until `size` bytes are free, in a thread of its own; `take` waits for it. A failure there is met again by `take`,
+  // and so is room that the host lacks where a budget is given. Throws kBudgetExceeded otherwise.
   void prepare(size_t size, std::optional<uint64_t> budget);
   // Gives slabs without a span back to the operating system.
   void trim();
@@ -67,7 +68,9 @@ class HostArena {
     std::map<size_t, size_t> free;  // offset -> size; neighbours are merged
   };
 
-  void check_locked(size_t size, std::optional<uint64_t> budget) const;
+  void check_locked(size_t size, uint64_t limit, const char* whose, const char* way) const;
+  void check_budget_locked(size_t size, std::optional<uint64_t> budget) const;
+  void check_room_locked(size_t size) const;
   size_t free_locked() const { return held_ - used_; }
   void grow(size_t size);
   std::unique_ptr<Slab> make_slab(size_t size) const;

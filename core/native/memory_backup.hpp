@@ -115,9 +115,13 @@ class StagingBuffer {
   bool registered_ = false;
 };
 
-// Turns the disk store's exceptions into MemoryFault around a call.
+// What to do where a backup cannot be written.
+inline constexpr char kOtherDirectory[] =
+    "Name a directory that can be written (sleep_disk_directory of an engine, or HARDPOINT_SLEEP_DIR), or use another tier";
+
+// Turns the disk store's exceptions into MemoryFault around a call; `hint` says what to do where a call of the system's failed.
 template <class Call>
-auto with_disk_faults(Call&& call) -> decltype(call()) {
+auto with_disk_faults(Call&& call, const char* hint = "") -> decltype(call()) {
   try {
     return call();
   } catch (const BudgetExceeded& error) {
@@ -131,7 +135,7 @@ auto with_disk_faults(Call&& call) -> decltype(call()) {
     throw MemoryFault(Fault::kBudgetExceeded, "the disk has no room for the backup", error.what(),
                       "Make room, choose another directory or tier, or discard (level 2)");
   } catch (const DiskError& error) {
-    throw MemoryFault::driver_call(error.operation, error.error, error.path + ": " + error.text);
+    throw MemoryFault::driver_call(error.operation, error.error, error.path + ": " + error.text, hint);
   } catch (const OwnedByParent& error) {
     throw MemoryFault(Fault::kForked, error.what());
   }

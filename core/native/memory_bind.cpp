@@ -113,7 +113,7 @@ void raise(const MemoryFault& fault) {
   const py::object type = py::module_::import("hardpoint.interfaces.errors").attr(error_name(fault.kind()));
   py::object error;
   if (fault.kind() == Fault::kDriverCall) {
-    error = type(fault.call(), fault.code(), fault.found());
+    error = type(fault.call(), fault.code(), fault.found(), py::arg("hint") = optional_text(fault.hint()));
   } else if (fault.kind() == Fault::kRefused) {
     error = type(fault.problem(), py::make_tuple(fault.found()), py::arg("hint") = optional_text(fault.hint()));
   } else {

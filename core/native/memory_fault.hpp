@@ -30,9 +30,9 @@ class MemoryFault : public std::exception {
   MemoryFault(Fault kind, std::string problem, std::string found = {}, std::string hint = {})
       : kind_(kind), problem_(std::move(problem)), found_(std::move(found)), hint_(std::move(hint)) {}
 
-  // A vendor call that failed.
-  static MemoryFault driver_call(std::string call, int64_t code, std::string text) {
-    MemoryFault fault(Fault::kDriverCall, "driver call " + call + " failed", text);
+  // A call of the vendor's, or of the system's, that failed.
+  static MemoryFault driver_call(std::string call, int64_t code, std::string text, std::string hint = {}) {
+    MemoryFault fault(Fault::kDriverCall, "driver call " + call + " failed", text, std::move(hint));
     fault.call_ = std::move(call);
     fault.code_ = code;
     return fault;

@@ -715,7 +715,7 @@ std::unique_ptr<DiskFile> Pool::disk_file(const SleepPlan& plan, uint64_t bytes,
     }
     dropping_.wait();  // backups that were given up take room until they are gone
     return store->create(bytes, pieces);
-  });
+  }, kOtherDirectory);
 }
 
 Stats Pool::stats() const {
@@ -760,6 +760,16 @@ void Pool::close() {
   if (is_forked() || abandoned_) return;
   closed_ = true;
   dropping_.wait();
+  // Nothing can be woken or read any more, while somebody may keep the pool: an exception, for one, whose frames lead here.
+  std::vector<std::shared_ptr<Backup>> useless;
+  {
+    std::lock_guard lock(books_);
+    for (auto& [address, allocation] : allocations_) {
+      if (!allocation->is_owned_by_operation()) useless.push_back(std::move(allocation->backup));
+    }
+    disks_.clear();
+  }
+  useless.clear();
   retry_unreturned();
   arena_.trim();
   driver_.drop_idle_streams();

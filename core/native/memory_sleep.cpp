@@ -187,7 +187,7 @@ Sleep::Sleep(Pool& pool, const SleepPlan& plan, const Progress& progress) : Pool
       verify();
       work();
       if (disk_) {
-        with_disk_faults([&] { disk_->commit(disk_pieces()); });
+        with_disk_faults([&] { disk_->commit(disk_pieces()); }, kOtherDirectory);
         report_.disk_direct = disk_->direct();
       }
       for (const Entry& entry : entries_) {
@@ -411,7 +411,7 @@ void Sleep::copy_out(const Group& units, Mover& mover) {
           bytes = staging_of(mover).data();
         }
         piece.checksum = xxh64(bytes, piece.range.size);
-        with_disk_faults([&] { disk_->write(piece.offset, bytes, piece.range.size); });
+        with_disk_faults([&] { disk_->write(piece.offset, bytes, piece.range.size); }, kOtherDirectory);
         bytes_done_ += piece.range.size;
       }
     }

@@ -54,13 +54,14 @@ class Witness:
         self.fails: BaseException | None = None
         self._llm = llm
 
-    def before_sleep(self, plan: Any) -> None:
+    def before_sleep(self, plan: Any) -> str:
         self.told.append(("sleep", threading.current_thread().name))
         assert self._llm.stats().steps > 0
         with pytest.raises(MemoryBusy):
             self._llm.wake_up()
         if self.fails is not None:
             raise self.fails
+        return "nobody asks for this"
 
     def after_wake(self, tags: frozenset[str]) -> None:
         assert "weights" in tags

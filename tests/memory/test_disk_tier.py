@@ -272,6 +272,35 @@ def test_a_directory_that_cannot_be_named_is_a_typed_error(name: str, cpu_pool: 
     assert not cpu_pool.is_asleep(address)
 
 
+def test_a_directory_that_takes_no_files_is_named_with_the_ways_out(cpu_pool: TrackedPool) -> None:
+    data = content(cpu_pool.unit)
+    address = cpu_pool.filled(data)
+    for directory in ("/proc", "/proc/backups"):
+        with pytest.raises(MemoryFault, match=f"mkdir.*{directory}/|{directory} for backups cannot be made") as refused:
+            cpu_pool.sleep(plan(Path(directory)))
+        assert "sleep_disk_directory" in str(refused.value)
+        assert "HARDPOINT_SLEEP_DIR" in str(refused.value)
+        assert "another tier" in str(refused.value)
+    assert cpu_pool.read(address, len(data)) == data
+
+
+def test_a_closed_pool_has_no_backups_although_somebody_keeps_it(pool: TrackedPool, tmp_path: Path) -> None:
+    """Nothing can wake any more; and an exception that is kept leads to the pool by its frames."""
+    for tag in ("weights", "kv_cache", "buffers"):
+        pool.filled(content(pool.unit), tag)
+    kept = frozenset({"weights"})
+    pool.sleep(plan(tmp_path, tags=kept, keep=kept))
+    pool.wake()
+    pool.sleep(plan(tmp_path, tags=frozenset({"kv_cache"})))
+    pool.sleep(SleepPlan(tags=frozenset({"buffers"})))
+    assert len(backup_files(tmp_path)) == 2
+    pool.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not [file for file in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(file)]
+    assert (pool.books().host_held, pool.books().disk_used) == (0, 0)
+    assert pool.stats().allocated == 3 * pool.unit
+
+
 def test_a_living_process_keeps_its_backups_when_another_comes(cpu_pool: TrackedPool, tmp_path: Path) -> None:
     data = content(1 << 20)
     address = cpu_pool.filled(data)

@@ -56,10 +56,13 @@ def test_a_backup_beyond_the_budget_is_refused_before_any_driver_call(pool: Trac
 IN_A_LIMITED_GROUP = """
 mount -t tmpfs none /sys/fs/cgroup && cd /sys/fs/cgroup || exit 77
 echo $((8 << 30)) > memory.max; echo $(((8 << 30) - (10 << 20))) > memory.current; echo inactive_file "$1" > memory.stat
-cd / && exec "$2" -c "$3"
+cd / && exec "$2" -c "$3" "$4"
 """
 
+NO_ROOM = "0 bytes are in use by other backups, and the host has room for 10485760 bytes"
+
 SLEEP_OF_64_MIB = """
+import sys
 from hardpoint.interfaces import SleepPlan
 from hardpoint.interfaces.errors import HostBudgetExceeded
 from hardpoint.memory import VirtualPool
@@ -68,7 +71,7 @@ pool = VirtualPool(driver_table(0))
 address = pool.allocate(64 << 20)
 for operation in (pool.prepare_sleep, pool.sleep):
     try:
-        operation(SleepPlan())
+        operation(SleepPlan(host_budget=int(sys.argv[1]) or None))
         print("done")
     except HostBudgetExceeded as error:
         print(error.found)
@@ -76,15 +79,17 @@ for operation in (pool.prepare_sleep, pool.sleep):
 
 
 @pytest.mark.parametrize(
-    ("cache", "said"),
-    [(7 << 30, "done"), (0, "0 bytes are in use by other backups, and the host has room for 10485760 bytes")],
-    ids=["full of page cache", "full"],
+    ("cache", "budget", "said"),
+    # With a budget, a sleep that is made ready takes nothing where there is no room, and the sleep itself says so.
+    [(7 << 30, 0, ["done", "done"]), (0, 0, [NO_ROOM, NO_ROOM]), (0, 1 << 30, ["done", NO_ROOM])],
+    ids=["full of page cache", "full", "full, with a budget"],
 )
 def test_a_sleep_of_a_simulated_device_takes_what_the_control_group_has_in_its_page_cache(
-    cache: int, said: str
+    cache: int, budget: int, said: list[str]
 ) -> None:
     namespace = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    command = [*namespace, "sh", "-c", IN_A_LIMITED_GROUP, "sh", str(cache), sys.executable, SLEEP_OF_64_MIB]
+    shell = [*namespace, "sh", "-c", IN_A_LIMITED_GROUP, "sh"]
+    command = [*shell, str(cache), sys.executable, SLEEP_OF_64_MIB, str(budget)]
     # A device with memory of its own: that of the CPU's is the group's.
     environment = os.environ | {"HARDPOINT_CUDA_DRIVER": str(library("cuda"))}
     try:
@@ -93,7 +98,7 @@ def test_a_sleep_of_a_simulated_device_takes_what_the_control_group_has_in_its_p
         pytest.skip("unshare is not installed")
     if ended.returncode == 77 or "unshare" in ended.stderr:
         pytest.skip(f"no file system can be mounted here: {ended.stderr.strip()}")
-    assert (ended.stdout.splitlines(), ended.stderr) == ([said, said], "")
+    assert (ended.stdout.splitlines(), ended.stderr) == (said, "")
 
 
 def test_the_budget_counts_all_backups_together(pool: TrackedPool) -> None:

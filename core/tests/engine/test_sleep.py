@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hardpoint.engine.commands import RegisterParticipant
 from hardpoint.engine.sleep import EngineState, LifeCycle, SleepMode, SleepRequest
 from hardpoint.engine.sleep.report import over_ranks
 from hardpoint.executor import Executor
@@ -29,6 +31,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.allocator import MemoryChange
 from hardpoint.interfaces.errors import (
+    BackupCorrupt,
     CapabilityRefused,
     ConfigError,
     CorruptWeights,
@@ -795,6 +798,42 @@ def test_a_participants_name_is_its_own() -> None:
         engine.witness("one")
 
 
+def _nameless() -> Witness:
+    witness = Witness("one", [])
+    del witness.name
+    return witness
+
+
+@pytest.mark.parametrize(
+    ("participant", "found"),
+    [
+        pytest.param(object(), "its name is None", id="anything"),
+        pytest.param(_nameless(), "its name is None", id="nameless"),
+        pytest.param(Witness(5, []), "its name is 5", id="number"),  # type: ignore[arg-type]
+        pytest.param(Witness, "the class Witness", id="class"),
+        pytest.param(SimpleNamespace(name="one", before_sleep=print), "no method after_wake", id="method"),
+    ],
+)
+def test_what_is_no_participant_is_refused_before_a_sleep_meets_it(participant: Any, found: str) -> None:
+    engine = Engine()
+    for register in (engine.lifecycle.register, RegisterParticipant):
+        with pytest.raises(ConfigError, match=found):
+            register(participant)
+    engine.witness("two")
+    engine.sleep()
+    assert engine.wake().state is EngineState.RUNNING
+
+
+def test_a_participant_of_a_sleeping_engine_hears_the_wake_of_what_it_was_told_sleeps() -> None:
+    engine = Engine()
+    engine.sleep(tags="weights")
+    engine.witness("late")
+    engine.sleep(2)  # all tags, of which the weights have their copies dropped
+    assert engine.workers.plans[-1].tags == ALL_TAGS
+    engine.wake()
+    assert engine.diary == ["late sleeps", "late wakes with buffers default kv_cache weights"]
+
+
 # Plans, reports, totals
 
 
@@ -823,6 +862,54 @@ def test_residual_bytes_are_named_and_one_who_cannot_count_is_left_out() -> None
     engine.wake()
     two.fails.add("resident_bytes")
     assert engine.sleep().residual == {"one": 7}
+
+
+@pytest.mark.parametrize("count", [None, "7", 7.5])
+def test_a_count_that_is_no_number_of_bytes_is_left_out_and_the_sleep_is_done(count: Any) -> None:
+    engine = Engine()
+    one, _ = engine.witness("one", "two")
+    one.resident_bytes = lambda: count  # type: ignore[method-assign]
+    assert engine.sleep().residual == {"two": 7}
+    assert engine.lifecycle.totals.sleeps == 1
+    assert engine.wake().state is EngineState.RUNNING
+
+
+def test_a_participant_that_is_asked_for_its_bytes_cannot_wake_the_engine() -> None:
+    engine = Engine()
+    (one,) = engine.witness("one")
+
+    def count() -> int:
+        with pytest.raises(MemoryBusy):
+            engine.wake()
+        return 5
+
+    one.resident_bytes = count  # type: ignore[method-assign]
+    assert engine.sleep().residual == {"one": 5}
+    assert engine.lifecycle.state is EngineState.SLEEPING
+
+
+@pytest.mark.parametrize(
+    ("slept", "woken", "way"),
+    [
+        ([{}], (), r"sleep\(level=2\)"),
+        ([{"tags": "kv_cache", "kv": "preserve"}], (), r"sleep\(tags='kv_cache', kv='discard'\)"),
+        ([{}, {"level": 2}], (), r"\(buffers, default\): make a new engine"),
+        ([{}], (KV_CACHE,), r"\(buffers, default\): make a new engine"),
+    ],
+    ids=["weights", "kv_cache", "nothing", "partial"],
+)
+def test_a_corrupt_backup_names_what_can_still_be_given_up(
+    slept: list[dict[str, Any]], woken: tuple[str, ...], way: str
+) -> None:
+    engine = Engine(ranks=2)
+    engine.run([1, 2, 3])
+    for arguments in slept:
+        engine.sleep(mode="keep", **arguments)
+    engine.workers.fail["wake", 1] = BackupCorrupt("the backup x is wrong", found="a checksum differs", hint="lower")
+    with pytest.raises(BackupCorrupt, match=f"rank 1: the backup x is wrong: a checksum differs. .*{way}") as caught:
+        engine.wake(*woken)
+    assert caught.value.rank == 1
+    assert engine.lifecycle.state is EngineState.SLEEPING
 
 
 def test_ranks_add_up() -> None:

@@ -85,10 +85,9 @@ def test_a_step_that_leaves_ranks_in_step_ends_its_sequences_alone(
     order: dict[str, Any], text: str, make_core: Make
 ) -> None:
     core = make_core({"call": "collect", **order}, tensor_parallel_size=2)
-    lost = add(core)
-    with pytest.raises(WorkerError, match=text) as raised:
+    add(core)
+    with pytest.raises(WorkerError, match=text):
         step(core)
-    assert raised.value.lost_seq_ids == (lost,)
     assert core.lifecycle.state is EngineState.RUNNING
     add(core)
     assert len(step(core).token_ids) == 1

@@ -58,6 +58,7 @@ from hardpoint.interfaces.errors import (
     HardpointError,
     MalformedMessage,
     ModelNotFound,
+    ParticipantError,
     WorkerError,
 )
 
@@ -457,7 +458,7 @@ def _examples() -> list[Exception]:
         and value not in (CapabilityRefused, DriverError)
         if value is not HardpointError
     ]
-    failed = WorkerError.of(ValueError("x"), (1, 2))
+    failed = ParticipantError.of("sampler", "prepare_sleep", ValueError("x"))
     return [*plain, CapabilityRefused("p", ["one", "two"], hint="h"), DriverError("call", 3, "text"), failed, KeyError("k"),
             ZeroDivisionError(), FileNotFoundError(2, "gone", "name"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")]  # fmt: skip
 
@@ -493,6 +494,35 @@ def test_an_error_of_an_unknown_class_is_one_of_the_nearest_known_base() -> None
     assert type(again) is WorkerError
     assert "_Foreign" in str(again)
     assert "strange" in str(again)
+
+
+class _Wordless(ValueError):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("nothing to say")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (
+            FileNotFoundError(2, "gone", "a\udcff"),
+            FileNotFoundError,
+            "[Errno 2] gone: 'a\\\\udcff'",
+        ),  # a file's name that is no UTF-8
+        (ValueError("\udcff"), ValueError, "\\udcff"),
+        (ValueError(1 << 80), ValueError, str(1 << 80)),
+        (_Wordless(), ValueError, ""),
+    ],
+    ids=["name", "text", "number", "wordless"],
+)
+def test_an_error_that_no_message_takes_as_it_is_arrives_all_the_same(
+    error: Exception, kind: type[Exception], text: str
+) -> None:
+    """Whoever asked the other process would wait for it without end."""
+    again = rebuild(decode(joined(encode(describe(error))), Failure), "rank 0")
+    assert (type(again), str(again)) == (kind, text)
 
 
 # Limits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from hardpoint.engine.sleep import SleepMode, SleepParticipant, SleepRequest
+from hardpoint.engine.sleep import SleepMode, SleepParticipant, SleepRequest, check_participant
 from hardpoint.interfaces.batch import (
     EmbeddingSource,
     FloatArray,
@@ -190,9 +190,12 @@ class ResetPrefixCache(_Message, frozen=True):
 
 
 class RegisterParticipant(_Message, frozen=True):
-    """Let something take part in sleep and wake."""
+    """Let something take part in sleep and wake; raises ConfigError for what cannot."""
 
     participant: SleepParticipant
+
+    def __post_init__(self) -> None:
+        check_participant(self.participant)
 
 
 class LoadAdapter(_Message, frozen=True):
@@ -269,11 +272,13 @@ class Ended(_Message, frozen=True):
 
     Attributes:
         token_ids: int32[k], all that it produced.
+        error: of a sequence that ended with an error, what was wrong.
     """
 
     seq_id: int
     reason: FinishReason
     token_ids: Int32Array
+    error: str | None = None
 
 
 class Beam(_Message, frozen=True):

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -578,15 +578,15 @@ class EngineCore:
         self._forgotten.extend(seq_ids)
         self.scheduler.release(seq_ids)
 
-    def _end_search(self, handle: int, reason: FinishReason) -> list[Ended]:
+    def _end_search(self, handle: int, reason: FinishReason, error: str | None = None) -> list[Ended]:
         """End all sequences of a search; its first one stands for all."""
         self.scheduler.abort([handle])
         alive = sorted(self._requests[self._keys[handle]].alive)
         self._forget(alive)
-        return [Ended(handle, reason, np.empty(0, np.int32))]
+        return [Ended(handle, reason, np.empty(0, np.int32), error)]
 
-    def _ended(self, seq_id: int, reason: FinishReason) -> Ended:
-        ended = Ended(seq_id, reason, self.scheduler.output_token_ids(seq_id))
+    def _ended(self, seq_id: int, reason: FinishReason, error: str | None = None) -> Ended:
+        ended = Ended(seq_id, reason, self.scheduler.output_token_ids(seq_id), error)
         self._forget([seq_id])
         return ended
 
@@ -896,8 +896,9 @@ class EngineCore:
         self._in_flight.popleft()
         if kept is not None:
             seq_ids, output = seq_ids[kept], _kept(output, kept)
-        for index, reason in output.failed.items():
-            _log.warning("sequence %d ends with an error: %s", seq_ids[index], reason)
+        errors = {int(seq_ids[index]): reason for index, reason in output.failed.items()}
+        for seq_id, wrong in errors.items():
+            _log.warning("sequence %d ends with an error: %s", seq_id, wrong)
         now = time.perf_counter()
         seconds = now - max(step.start, self._last_booking)
         self._count(seconds, prefill_tokens, len(seq_ids), preempted)
@@ -913,8 +914,8 @@ class EngineCore:
         logprobs, beams, ended = output.logprobs, dict[int, list[Beam]](), list[Ended]()
         if self._searches:
             logprobs = {i: entry for i, entry in logprobs.items() if int(seq_ids[i]) not in self._search_of}
-            ended += self._advance_searches(seq_ids, output, finished, beams)
-        ended += [self._ended(seq_id, reason) for seq_id, reason in finished if seq_id in keys]
+            ended += self._advance_searches(seq_ids, output, finished, errors, beams)
+        ended += [self._ended(seq_id, reason, errors.get(seq_id)) for seq_id, reason in finished if seq_id in keys]
         # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
         token_ids = output.token_ids.copy()
         self._events.append(
@@ -968,13 +969,14 @@ class EngineCore:
         seq_ids: Int64Array,
         output: StepOutput,
         finished: Sequence[tuple[int, FinishReason]],
+        errors: Mapping[int, str],
         beams: dict[int, list[Beam]],
     ) -> list[Ended]:
         """Let the searches whose beams have all been sampled go on; returns the sequences of those that ended, and adds their `beams`."""
         done: list[Ended] = []
         for seq_id, reason in finished:
             if seq_id in self._search_of:
-                done += self._end_search(self._search_of[seq_id], reason)
+                done += self._end_search(self._search_of[seq_id], reason, errors.get(seq_id))
         touched: dict[int, None] = {}
         for index, seq_id in enumerate(seq_ids.tolist()):
             handle = self._search_of.get(seq_id)
@@ -1025,7 +1027,7 @@ class EngineCore:
         if isinstance(error, EngineDead):
             self._mark_dead(error)
             return
-        failure = WorkerError.of(error, tuple(lost))
+        failure = WorkerError.of(error)
         failure.__cause__ = error
         keys = tuple(dict.fromkeys(self._keys[seq_id] for seq_id in lost if seq_id in self._keys))
         self._abort(Abort(keys))

@@ -265,7 +265,8 @@ class CompletionOutput:
         logprobs: one entry per token, where asked for.
         finish_reason: "stop" (a stop token or text), "length" (max_tokens, or the context is full), "abort" or "error"; None
             while it runs.
-        stop_reason: the stop text or the id of the stop token that ended it; None for the model's end-of-text token.
+        stop_reason: the stop text or the id of the stop token that ended it; None for the model's end-of-text token. With the finish
+            reason "error", what was wrong.
     """
 
     index: int
@@ -315,8 +316,8 @@ class BeamSearchSequence:
         logprobs: of each token after the prompt, with the other candidates at its position.
         cum_logprob: sum over the tokens after the prompt.
         text: of all tokens.
-        finish_reason: "stop" where an end-of-text token ended it, else "length".
-        stop_reason: that token.
+        finish_reason: "stop" where an end-of-text token ended it, else "length"; "error" where no token could be sampled.
+        stop_reason: that token, or what was wrong.
     """
 
     tokens: Sequence[int]

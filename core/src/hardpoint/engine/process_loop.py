@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import queue
 import select
@@ -389,7 +390,8 @@ class EngineProcess:
             case Kind.PARTICIPANT:
                 number, method, arguments = decode_told(frame.payload)
                 result = getattr(self._participants[number], method)(*arguments)
-                return Kind.CONTINUE, encode(result or 0)
+                # What the others return means nothing.
+                return Kind.CONTINUE, encode(operator.index(result) if method == "resident_bytes" else 0)
         raise MalformedMessage(f"the engine asks for a frame of kind {frame.kind}")
 
     def _reply(self, pending: _Pending, kind: Kind, message: Sequence[Buffer]) -> None:

@@ -130,7 +130,10 @@ class BeamRequest:
         beams = None if ended is None or event is None else event.beams.get(ended.seq_id)
         if beams is None:
             reason = (FinishReason.ABORT if ended is None else ended.reason).name.lower()
-            outputs = [CompletionOutput(index, "", [], 0.0, [], reason) for index in range(self.params.beam_width)]
+            error = None if ended is None else ended.error
+            outputs = [
+                CompletionOutput(index, "", [], 0.0, [], reason, error) for index in range(self.params.beam_width)
+            ]
         else:
             outputs = [self._completion(index, beam) for index, beam in enumerate(beams)]
         return RequestOutput(
@@ -259,13 +262,15 @@ class Request:
             completion.stop_reason = stop
         return stop is not None
 
-    def finish(self, completion: Completion, reason: FinishReason, token_ids: Sequence[int]) -> None:
-        """End a sequence; `token_ids` are all its tokens."""
+    def finish(
+        self, completion: Completion, reason: FinishReason, token_ids: Sequence[int], error: str | None = None
+    ) -> None:
+        """End a sequence; `token_ids` are all its tokens, `error` is what was wrong where it ended with one."""
         if not self.is_followed:
             ended_by_token = reason is FinishReason.STOP
             for position, token_id in enumerate(token_ids, start=1):
                 self.append(completion, token_id, None, ends=ended_by_token and position == len(token_ids))
-        completion.finish_reason = reason
+        completion.finish_reason, completion.stop_reason = reason, error or completion.stop_reason
         found = completion.stream.finish()
         if found is not None:
             completion.finish_reason, completion.stop_reason = FinishReason.STOP, found
@@ -454,7 +459,7 @@ class RequestTable:
         for ended in event.ended:
             if ended.seq_id in self._completions:
                 request, _ = self._completions[ended.seq_id]
-                self._finish(ended.seq_id, ended.reason, ended.token_ids.tolist())
+                self._finish(ended.seq_id, ended.reason, ended.token_ids.tolist(), ended.error)
                 changed[request.key] = request
             elif ended.seq_id in self._wholes:
                 whole = self._wholes.pop(ended.seq_id)
@@ -489,10 +494,10 @@ class RequestTable:
             elif request.is_streamed:
                 changed[request.key] = request
 
-    def _finish(self, seq_id: int, reason: FinishReason, token_ids: Sequence[int]) -> None:
+    def _finish(self, seq_id: int, reason: FinishReason, token_ids: Sequence[int], error: str | None = None) -> None:
         """End one completion, and its request with the last one."""
         request, completion = self._completions.pop(seq_id)
         self._streaming.pop(seq_id, None)
-        request.finish(completion, reason, token_ids)
+        request.finish(completion, reason, token_ids, error)
         if request.finished:
             self.remove(request.request_id)

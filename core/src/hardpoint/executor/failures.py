@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec import structs
 from hardpoint.interfaces import errors
 from hardpoint.interfaces.errors import HardpointError, WorkerError
 
-_PLAIN = (str, int, float, bool, bytes, type(None))
+_PLAIN = (float, bool, bytes, type(None))
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,10 +50,10 @@ def _described(error: BaseException) -> Failure:
     return Failure(
         kind="" if known is None else known.__name__,
         name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
-        text=str(error),
+        text=_written(str, error),
         arguments=tuple(map(_plain, arguments)) if isinstance(arguments, tuple) else (),
         state={name: _plain(value) for name, value in vars(error).items() if not name.startswith("_")},
-        trace="".join(traceback.format_exception(error)),
+        trace=_sendable("".join(traceback.format_exception(error))),
     )
 
 
@@ -94,11 +95,26 @@ def _is_known(cls: type) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64):
         return value
+    if isinstance(value, str):
+        return _sendable(value)
     if isinstance(value, (tuple, list, set, frozenset)):
         return tuple(_plain(item) for item in value)
-    return repr(value)
+    return _written(repr, value)
+
+
+def _written(write: Callable[[Any], str], value: Any) -> str:
+    """Return str or repr of what may fail to write itself: who waits for the failure is to learn of it in any case."""
+    try:
+        return _sendable(write(value))
+    except Exception as error:
+        return f"<a {type(value).__name__} whose text cannot be made: {type(error).__name__}>"
+
+
+def _sendable(text: str) -> str:
+    """Return a text with lone surrogates (of a file's name that is no UTF-8, say) as escapes: no message takes them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _with_tuples(value: Any) -> Any:

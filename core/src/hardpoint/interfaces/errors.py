@@ -184,7 +184,7 @@ class DeviceOutOfMemory(MemoryFault, MemoryError):
 
 
 class HostBudgetExceeded(MemoryFault, MemoryError):
-    """A backup would need more host or disk space than its budget allows; refused before any call."""
+    """A backup would need more host or disk space than its budget allows or than there is; refused before any call."""
 
 
 class DriverError(MemoryFault):
@@ -196,9 +196,9 @@ class DriverError(MemoryFault):
         text: the vendor's message.
     """
 
-    def __init__(self, call: str, code: int, text: str) -> None:
+    def __init__(self, call: str, code: int, text: str, *, hint: str | None = None) -> None:
         self.call, self.code, self.text = call, code, text
-        super().__init__(f"driver call {call} failed", found=f"status {code} ({text})")
+        super().__init__(f"driver call {call} failed", found=f"status {code} ({text})", hint=hint)
 
 
 class UnknownTag(MemoryFault, ValueError):
@@ -293,22 +293,12 @@ class KVCacheTooSmall(MemoryFault, ValueError):
 
 
 class WorkerError(HardpointError, RuntimeError):
-    """A worker failed in a step; the sequences of that step are ended, all others go on.
-
-    Attributes:
-        lost_seq_ids: the sequences that were ended.
-    """
-
-    lost_seq_ids: tuple[int, ...] = ()
+    """A worker failed in a step; the sequences of that step are ended, all others go on."""
 
     @classmethod
-    def of(cls, cause: Exception, lost_seq_ids: tuple[int, ...]) -> WorkerError:
-        """Return the error for a step that `cause` ended."""
-        error = cls(
-            "the worker failed in a step", found=f"{type(cause).__name__}: {cause}", hint="The cause is chained"
-        )
-        error.lost_seq_ids = lost_seq_ids
-        return error
+    def of(cls, cause: Exception) -> WorkerError:
+        """Return the error for a step that `cause` ended; chain it to `cause`."""
+        return cls("the worker failed in a step", found=f"{type(cause).__name__}: {cause}", hint="The cause is chained")
 
 
 class OutputFailed(WorkerError):

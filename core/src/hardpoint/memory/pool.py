@@ -36,6 +36,9 @@ ALL_CLAIMS = MemoryCapabilities(frozenset({0, 1, 2}), frozenset(SleepTier), elas
 
 _ADDRESSES = 1 << 63
 SEE_DOCTOR = "`hardpoint doctor` lists what the backend supports"
+_OTHER_DIRECTORY = (
+    f"Name another one (sleep_disk_directory of an engine, or {SLEEP_DIRECTORY_VARIABLE}), or use another tier"
+)
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def _placed(plan: SleepPlan) -> SleepPlan:
         raise MemoryFault(
             f"the directory {directory} for backups cannot be made",
             found=str(error),
-            hint=f"Set {SLEEP_DIRECTORY_VARIABLE}",
+            hint=_OTHER_DIRECTORY,
         ) from error
     return replace(plan, disk_directory=str(directory))
 

@@ -4,7 +4,7 @@ Memory itself is slept and woken by the workers' allocators; requests and their 
 """
 
 from hardpoint.engine.sleep.life_cycle import LifeCycle
-from hardpoint.engine.sleep.participants import SleepParticipant
+from hardpoint.engine.sleep.participants import SleepParticipant, check_participant
 from hardpoint.engine.sleep.report import (
     EngineState,
     SleepReport,
@@ -32,6 +32,7 @@ __all__ = [
     "TagMemory",
     "Tags",
     "WakeReport",
+    "check_participant",
     "slept_over_engines",
     "status_over_engines",
     "totals_over_engines",

@@ -26,6 +26,7 @@ from hardpoint.executor.interrupts import AllowedInterrupts
 from hardpoint.interfaces.allocator import KV_CACHE, WEIGHTS, MemoryReport, Policy, SleepPlan, WakePlan
 from hardpoint.interfaces.capabilities import MemoryCapabilities, SleepTier
 from hardpoint.interfaces.errors import (
+    BackupCorrupt,
     CapabilityRefused,
     EngineAsleep,
     EngineDead,
@@ -196,7 +197,7 @@ class LifeCycle:
         )
 
     def register(self, participant: SleepParticipant) -> None:
-        """Add a participant; raises ConfigError when its name is taken."""
+        """Add a participant; raises ConfigError when its name is taken, or it is no participant."""
         self.participants.register(participant)
 
     # Sleep
@@ -264,6 +265,11 @@ class LifeCycle:
             self._level = max(request.level, self._level or 0)
         self._paused = True
         memory = over_ranks(reports)
+        residual: dict[str, int] = {}
+        if memory is not None:
+            # A participant that wakes the engine from here is refused as from its other methods.
+            with self._transition(EngineState.SLEEPING):
+                residual = {**memory.residual, **self.participants.resident_bytes()}
         report = SleepReport(
             changed=changed,
             level=self._level or 0,
@@ -275,7 +281,7 @@ class LifeCycle:
             weights_valid=not self._missing,
             seconds=time.perf_counter() - start,
             memory=memory,
-            residual={} if memory is None else {**memory.residual, **self.participants.resident_bytes()},
+            residual=residual,
             ranks=tuple(reports) if len(reports) > 1 else (),
         )
         if changed:
@@ -418,6 +424,8 @@ class LifeCycle:
                         reports = self._executor.change(WakePlan(woken))
                     except BaseException as error:
                         self._read_books(error)
+                        if isinstance(error, BackupCorrupt):
+                            raise self._lost(error, woken) from error
                         raise
                     self._read_books()
                     self._check_alive()
@@ -438,6 +446,19 @@ class LifeCycle:
             self.totals.count_wake(report.seconds, report.memory)
             self._log_wake(report)
         return report
+
+    def _lost(self, error: BackupCorrupt, tags: frozenset[str]) -> BackupCorrupt:
+        """Return the error of a wake of these tags that says what can still be given up: weights, then the KV cache, and no more."""
+        if WEIGHTS in tags and self._is_preserved(WEIGHTS):
+            hint = "Drop it with sleep(level=2), then wake_up() and reload_weights()"
+        elif KV_CACHE in tags and self._is_preserved(KV_CACHE):
+            hint = "Drop it with sleep(tags='kv_cache', kv='discard'), then wake_up()"
+        else:
+            hint = f"It has memory that nothing can be read into again ({_listed(tags - {WEIGHTS, KV_CACHE})}): make a new engine"
+        lost = BackupCorrupt(error.problem, found=error.found, hint=hint)
+        if error.rank is not None:
+            lost.name_rank(error.rank)
+        return lost
 
     def resume(self) -> None:
         """Compute steps again after a pause; raises EngineAsleep where memory is asleep, EngineDead."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,9 +36,29 @@ class SleepParticipant(Protocol):
         """Return the bytes of device memory that it still holds."""
 
 
+def check_participant(participant: object) -> None:
+    """Raise ConfigError for what cannot take part: every sleep would fail on it."""
+    methods = ("before_sleep", "after_wake", "resident_bytes")
+    missing = [name for name in methods if not callable(getattr(participant, name, None))]
+    if isinstance(participant, type):
+        found = f"the class {participant.__name__} and no object of it"
+    elif not isinstance(name := getattr(participant, "name", None), str):
+        found = f"its name is {name!r:.80}"
+    elif missing:
+        found = f"it has no method {missing[0]}"
+    else:
+        return
+    raise ConfigError(
+        f"a {type(participant).__name__} cannot take part in sleeps",
+        found=found,
+        hint="A participant has a text `name` and the methods before_sleep(plan), after_wake(tags) and resident_bytes()",
+    )
+
+
 @dataclass
 class _Entry:
     participant: SleepParticipant
+    name: str
     # Tags that it was told are going to sleep, and not yet that they are awake.
     asleep: set[str] = field(default_factory=set)
 
@@ -49,28 +70,30 @@ class Participants:
         self._entries: list[_Entry] = []
 
     def register(self, participant: SleepParticipant) -> None:
-        """Add one at the end; raises ConfigError when the name is taken."""
-        if any(entry.participant.name == participant.name for entry in self._entries):
-            raise ConfigError(f"a participant '{participant.name}' is registered already", hint="Give it another name")
-        self._entries.append(_Entry(participant))
+        """Add one at the end; raises ConfigError when its name is taken, or it is no participant."""
+        check_participant(participant)
+        name = participant.name
+        if any(entry.name == name for entry in self._entries):
+            raise ConfigError(f"a participant '{name}' is registered already", hint="Give it another name")
+        self._entries.append(_Entry(participant, name))
 
     def waiting_for(self, asleep: frozenset[str]) -> tuple[str, ...]:
         """Return the names of those that were not told that memory is awake again, where only `asleep` sleeps."""
-        return tuple(entry.participant.name for entry in self._entries if entry.asleep - asleep)
+        return tuple(entry.name for entry in self._entries if entry.asleep - asleep)
 
     def before_sleep(self, plan: SleepPlan, tags: frozenset[str]) -> None:
         """Tell all that `tags` go to sleep; raises ParticipantError with those told before told the opposite."""
         for entry in self._entries:
-            new = tags - entry.asleep
             try:
                 with AllowedInterrupts():
                     entry.participant.before_sleep(plan)
             except BaseException as error:
                 self.undo(tags)
                 if isinstance(error, Exception):
-                    raise ParticipantError.of(entry.participant.name, "before_sleep", error) from error
+                    raise ParticipantError.of(entry.name, "before_sleep", error) from error
                 raise
-            entry.asleep |= new
+            # Also those that sleep already: it may have been registered since, and waits for them now.
+            entry.asleep |= plan.tags or tags
 
     def after_wake(self, asleep: frozenset[str]) -> None:
         """Tell each, the last one first, which of its tags are awake again; raises ParticipantError.
@@ -85,7 +108,7 @@ class Participants:
                 with AllowedInterrupts():
                     entry.participant.after_wake(woken)
             except Exception as error:
-                raise ParticipantError.of(entry.participant.name, "after_wake", error) from error
+                raise ParticipantError.of(entry.name, "after_wake", error) from error
             entry.asleep -= woken
 
     def undo(self, tags: frozenset[str]) -> None:
@@ -98,7 +121,7 @@ class Participants:
                 with AllowedInterrupts():
                     entry.participant.after_wake(woken)
             except Exception:
-                _log.exception("the participant '%s' could not be woken after a sleep failed", entry.participant.name)
+                _log.exception("the participant '%s' could not be woken after a sleep failed", entry.name)
                 continue
             entry.asleep -= woken
 
@@ -107,7 +130,7 @@ class Participants:
         held: dict[str, int] = {}
         for entry in self._entries:
             try:
-                held[entry.participant.name] = entry.participant.resident_bytes()
+                held[entry.name] = operator.index(entry.participant.resident_bytes())
             except Exception:
-                _log.exception("the participant '%s' cannot say how much memory it holds", entry.participant.name)
+                _log.exception("the participant '%s' cannot say how much memory it holds", entry.name)
         return held
