@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from hardpoint import LLM, BeamSearchParams, LLMEngine, SamplingParams
 from hardpoint.interfaces.errors import (
@@ -103,6 +106,20 @@ def test_without_parameters_the_publishers_are_used(make_shallow: Any, tmp_path:
     recommended.write_text('{"temperature": NaN}')
     with pytest.raises(ModelError, match=r"temperature must be a number.*nan.*generation_config='vllm'"):
         make_shallow(generation_config=str(tmp_path)).__enter__()
+
+
+def test_texts_end_by_the_tokenizer_that_is_given_which_needs_no_weights(
+    make_engine: Any, shallow: Any, tmp_path: Path
+) -> None:
+    words = {word: index for index, word in enumerate(["<unk>", *"abcdefgh", "<end>"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), eos_token="<end>"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(Path(shallow.path) / "config.json", tmp_path)
+    with make_engine(shallow.path, tokenizer=str(tmp_path)) as llm:
+        (output,) = llm.generate(["a"], SamplingParams(max_tokens=5, allowed_token_ids=[words["<end>"]]))
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("stop", [words["<end>"]])
 
 
 def test_a_conversation_is_written_by_the_models_template_and_ends_at_end_of_text(llm: LLM) -> None:

@@ -234,6 +234,62 @@ def test_layers_and_ranks_compute_what_the_program_does(
         assert ours[0] == pytest.approx(theirs[0], abs=0.1)
 
 
+@pytest.mark.parametrize(
+    "renamed",
+    [lambda name: name.removeprefix("model."), lambda name: name.replace("model.", "model.language_model.", 1)],
+    ids=["bare", "beside-pictures"],
+)
+def test_matrices_under_other_names_than_the_models_stay_in_blocks(
+    renamed: Callable[[str], str], tmp_path: Path, start: Callable[..., LLM]
+) -> None:
+    kind = KINDS["gptq-4-128"]
+    tensors = {renamed(name): values for name, values in quantised(kind)[0].items()}
+    llm = start(write_folder(tmp_path, tensors, quantization_config=kind.config))
+    assert llm.info.weight_formats == {kind.blocks: 4 * LAYERS, "float32": 1}
+
+
+def test_matrices_of_a_reranker_whose_head_is_made_of_tokens_stay_in_blocks(
+    tmp_path: Path, start: Callable[..., LLM]
+) -> None:
+    kind, head = KINDS["gptq-4-128"], {"classifier_from_token": [1, 2], "method": "no_post_processing"}
+    llm = start(write(tmp_path, kind), convert="classify", hf_overrides=head)
+    assert llm.info.weight_formats == {kind.blocks: 4 * LAYERS, "float32": 2}
+
+
+def test_stacked_experts_beside_quantised_matrices_change_no_result(tmp_path: Path, start: Callable[..., LLM]) -> None:
+    kind, (experts, inner, hidden) = KINDS["gptq-4-128"], (4, 64, 128)
+    generator = torch.Generator().manual_seed(1)
+    single = {name: values for name, values in quantised(kind)[0].items() if ".mlp." not in name}
+    stacked = dict(single)
+    for layer in range(LAYERS):
+        router, up, down = (
+            torch.randn(shape, generator=generator) * 0.15
+            for shape in ((experts, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner))
+        )
+        theirs, ours = f"model.layers.{layer}.mlp", f"model.layers.{layer}.block_sparse_moe"
+        stacked |= {
+            f"{theirs}.gate.weight": router,
+            f"{theirs}.experts.gate_up_proj": up,
+            f"{theirs}.experts.down_proj": down,
+        }
+        single[f"{ours}.gate.weight"] = router
+        for one in range(experts):
+            parts = zip(("w1", "w3", "w2"), (*up[one].chunk(2), down[one]), strict=True)
+            single |= {f"{ours}.experts.{one}.{part}.weight": values for part, values in parts}
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": inner,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "quantization_config": kind.config,
+    }
+    expected, llm = (start(write_folder(tmp_path / n, t, **config)) for n, t in (("a", single), ("b", stacked)))
+    assert llm.info.weight_formats == expected.info.weight_formats
+    assert llm.info.weight_formats[kind.blocks] == 2 * LAYERS
+    assert np.array_equal(scored(llm), scored(expected))
+
+
 def test_they_sleep_and_are_reloaded_and_floating_values_are_rounded(tmp_path: Path, start: Callable[..., LLM]) -> None:
     kind = KINDS["gptq-4-128"]
     folder = write(tmp_path / "model", kind)

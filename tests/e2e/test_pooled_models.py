@@ -55,6 +55,10 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "modernbert-biases": ("ModernBertModel", "modernbert", {**WINDOWS, "attention_bias": True, "norm_bias": False}),
     "embedding-gemma": ("Gemma3TextModel", "gemma3_text", {**DECODER, **BOTH_SIDES}),
     "qwen3": ("Qwen3Model", "qwen3", DECODER),
+    "llama-both-sides": ("LlamaModel", "llama", {**DECODER, "is_causal": False}),
+    "mistral-both-sides": ("MistralModel", "mistral", {**DECODER, "is_causal": False, "sliding_window": None}),
+    "qwen2-both-sides": ("Qwen2Model", "qwen2", {**DECODER, "is_causal": False}),
+    "qwen3-both-sides": ("Qwen3Model", "qwen3", {**DECODER, "is_causal": False}),
 }
 HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", "bert", LABELS),

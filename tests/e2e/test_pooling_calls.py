@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from hardpoint import LLM, AsyncLLM, PoolingParams, ScoringRequestOutput
+from hardpoint.engine.inputs import PromptProcessor
 from hardpoint.interfaces.errors import (
     ConfigError,
     EmptyPrompt,
@@ -135,6 +138,57 @@ def test_a_head_with_one_label_scores_two_texts_as_one_prompt(scorer: tuple[LLM,
         expected = logits(model, pair["input_ids"], token_type_ids=torch.tensor([pair["token_type_ids"]]))
         close(logit.outputs.score, expected[0])
         close(score.outputs.score, sigmoid(expected[0]))
+
+
+def test_a_text_that_is_cut_keeps_its_special_tokens_and_what_it_begins_with(
+    tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    save(tmp_path, "BertModel", "bert", num_key_value_heads=4)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ends = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with make_engine(str(tmp_path), max_model_len=32) as llm:
+        tokenizer: Any = llm.get_tokenizer()
+        for count in (3, 20, -1):
+            (found,) = llm.embed("a third " * 9, PoolingParams(truncate_prompt_tokens=count))
+            expected = tokenizer("a third " * 9, truncation=True, max_length=32 if count == -1 else count)["input_ids"]
+            assert list(found.prompt_token_ids) == expected
+        from_left = AutoTokenizer.from_pretrained(tmp_path, truncation_side="left")
+        for count in (3, 20, 73):
+            expected = from_left("a third " * 9, truncation=True, max_length=count)["input_ids"]
+            cut = PromptProcessor(tokenizer, len(tokenizer), 100)("a third " * 9, truncate=count)
+            assert cut.token_ids == expected
+        tokens = [5, 6, 7, 8]
+        (found,) = llm.embed({"prompt_token_ids": tokens}, PoolingParams(truncate_prompt_tokens=3))
+        assert list(found.prompt_token_ids) == tokens[-3:]
+
+
+@pytest.mark.parametrize("texts", [(QUERY, "a third " * 9), ("a first text " * 9, QUERY), ("ab", "cd")])
+def test_a_pair_is_cut_as_transformers_cuts_it(scorer: tuple[LLM, Any], texts: tuple[str, str]) -> None:
+    llm, model = scorer
+    tokenizer: Any = llm.get_tokenizer()
+    for count in (5, 12, 33, 64):
+        cut = PoolingParams(truncate_prompt_tokens=-1 if count == 64 else count)
+        (score,) = llm.score(*texts, pooling_params=cut)
+        pair = tokenizer(*texts, truncation="longest_first", max_length=count, return_token_type_ids=True)
+        assert list(score.prompt_token_ids) == pair["input_ids"]
+        expected = logits(model, pair["input_ids"], token_type_ids=torch.tensor([pair["token_type_ids"]]))
+        close(score.outputs.score, sigmoid(expected[0]))
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens leaves nothing of one of the two texts"):
+        llm.score(QUERY, "a third " * 9, pooling_params=PoolingParams(truncate_prompt_tokens=2))
+
+
+def test_a_template_is_written_of_a_document_without_its_end(scorer: tuple[LLM, Any]) -> None:
+    llm, _ = scorer
+    tokenizer: Any = llm.get_tokenizer()
+    (score,) = llm.score(
+        QUERY, "a third " * 9, chat_template=PAIRS + "!", pooling_params=PoolingParams(truncate_prompt_tokens=40)
+    )
+    before = f"<query>{QUERY}<document>"
+    assert list(score.prompt_token_ids) == tokenizer.encode(before + ("a third " * 9)[: 39 - len(before)] + "!")
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens leaves nothing of the document"):
+        llm.score(QUERY, TEXTS[0], chat_template=PAIRS, pooling_params=PoolingParams(truncate_prompt_tokens=9))
 
 
 def test_a_template_writes_the_prompt_of_two_texts(scorer: tuple[LLM, Any]) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.interfaces.errors import InvalidSamplingParams
+from hardpoint.sampling import StructuredOutputsParams
 from hardpoint_conformance.tiny_model import Model, Shape, tiny_model
 from tests.e2e.conftest import PROMPTS, engine
 from tests.leaks import Belongings
@@ -44,6 +45,10 @@ MIXED: list[dict[str, Any]] = [
     {},
 ]
 ALL = list(range(len(MIXED)))
+DEAD_END = SamplingParams(
+    max_tokens=9, structured_outputs=StructuredOutputsParams(grammar='start: "a" X\nX: /[b-c]+/ & /[d-e]+/')
+)
+"""A grammar that nothing shows to be hopeless before its first token."""
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +202,8 @@ def test_in_a_process_of_its_own_with_two_ranks(make_random: Make, expected: lis
         llm.sleep(mode="keep")
         llm.wake_up()
         assert served(llm, ALL) == expected
+        (stuck,) = llm.generate([PROMPT], DEAD_END, use_tqdm=False)
+        assert "no token goes on" in str(stuck.outputs[0].stop_reason)
     assert Belongings.now().new_since(before) == []
 
 
@@ -260,10 +267,14 @@ def test_what_no_token_can_go_on_ends_alone(random: LLM, expected: list[Any]) ->
         structured_outputs={"regex": "(.*[ab].{400})*"}, allowed_token_ids=list(range(60, 110)), max_tokens=900
     )
     with ThreadPoolExecutor(1) as other:
-        beside = other.submit(random.generate, [PROMPT, PROMPT], [hopeless, endless], use_tqdm=False)
+        beside = other.submit(random.generate, [PROMPT] * 3, [hopeless, endless, DEAD_END], use_tqdm=False)
         assert served(random, ALL) == expected
-        reasons = [output.outputs[0].finish_reason for output in beside.result()]
-    assert reasons == ["error", "error"]
+        ended = [output.outputs[0] for output in beside.result()]
+    assert [one.finish_reason for one in ended] == ["error"] * 3
+    told = ["masks leave no token .*structured_outputs, allowed_token_ids", "too many states", "no token goes on"]
+    for one, words in zip(ended, told, strict=True):
+        assert isinstance(one.stop_reason, str)
+        assert re.search(words, one.stop_reason), one.stop_reason
     with pytest.raises(InvalidSamplingParams, match="may begin the text"):
         random.generate([PROMPT], hopeless.clone(allowed_token_ids=[23]), use_tqdm=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_deltas_come_one_by_one_and_leaving_early_aborts(run: Callable[..., Any]
             await task
         assert (await llm.stats()).blocks_used == 0
         assert len(await tokens(llm, "x")) == 20
+
+    run(body)
+
+
+def test_many_words_become_tokens_in_another_thread(run: Callable[..., Any]) -> None:
+    """The event loop serves all other requests meanwhile."""
+
+    async def body(llm: AsyncLLM) -> None:
+        words = PARAMS.clone(bad_words=[f"word {number}" for number in range(3000)])
+        here, everywhere = time.thread_time(), time.process_time()
+        async with llm.stream("x", words):
+            here, everywhere = time.thread_time() - here, time.process_time() - everywhere
+        assert here < everywhere / 3
 
     run(body)
 

@@ -37,6 +37,7 @@ from hardpoint.interfaces.errors import (
     CapabilityRefused,
     ConfigError,
     DrainTimeout,
+    EngineAsleep,
     EngineDead,
     InboxFull,
     MemoryBusy,
@@ -207,6 +208,14 @@ def test_while_a_sleep_waits_for_requests_nothing_else_changes_memory(llm: LLM, 
         assert answer.result(60).changed
         assert states(llm) == ["sleeping"] * 2
     assert all(one.finished for one in llm.generate(PROMPTS, SHORT))
+
+
+def test_while_a_sleep_waits_for_requests_new_ones_are_refused_by_all_engines_alike(llm: LLM) -> None:
+    with waiting(llm):
+        for number in range(4):
+            with pytest.raises(EngineAsleep, match=r"the engine is draining. Call resume\(\) first"):
+                llm.engine.add_request(str(number), PROMPTS[number], SHORT)
+    assert set(loop_of(llm)._loads.values()) == {0}
 
 
 def test_a_resume_gives_up_a_sleep_that_waits_on_all_engines(llm: LLM) -> None:

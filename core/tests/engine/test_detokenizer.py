@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -235,6 +236,40 @@ def test_held_back_text_that_was_no_stop_text_is_shown_at_the_end(tokenizer: Any
     assert stream.text == "hello "
     stream.finish()
     assert stream.text == "hello world"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text("ab", max_size=24),
+    stops=st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=5),
+    min_tokens=st.integers(0, 9),
+)
+def test_what_is_held_back_is_the_longest_end_that_begins_a_stop_text(
+    tokenizer: Any, text: str, stops: list[str], min_tokens: int
+) -> None:
+    stream = TextStream(Detokenizer(tokenizer), (), STREAMED.clone(stop=stops, min_tokens=min_tokens))
+    longest = max(map(len, stops))
+    for count in range(1, len(text) + 1):
+        found = stream.append(tokenizer.encode(text[count - 1])[0])
+        if count > min_tokens and (complete := [one for one in stops if text[:count].endswith(one)]):
+            assert found == max(complete, key=len)
+            return
+        assert found is None
+        ends = (text[start:count] for start in range(max(0, count - longest + 1), count))
+        held = next((end for end in ends if any(one.startswith(end) for one in stops)), "")
+        assert stream.text + held == text[:count]
+
+
+def test_thousands_of_stop_texts_cost_a_token_little(tokenizer: Any) -> None:
+    """It is the thread of all of a server's clients that looks for them."""
+    stops = [f"{number * 7919 % 10_007:05} stop" for number in range(9_999)] + ["a" * 100_000]
+    stream = TextStream(Detokenizer(tokenizer), (), STREAMED.clone(stop=stops))
+    word = tokenizer.encode(" aaaa")
+    start = time.process_time()
+    for token_id in word * (400 // len(word)):
+        assert stream.append(token_id) is None
+        assert stream.text
+    assert time.process_time() - start < 0.4
 
 
 def test_stop_texts_do_not_count_before_min_tokens(tokenizer: Any) -> None:

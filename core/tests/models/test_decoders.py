@@ -12,6 +12,7 @@ from tiny_models import (
     FALLBACK,
     HYBRIDS,
     LEAN,
+    PICTURES,
     VARIANTS,
     Runner,
     assert_equals_transformers,
@@ -20,7 +21,7 @@ from tiny_models import (
     save_tiny,
     tiny_config,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import UnsupportedArchitecture
@@ -113,6 +114,17 @@ def test_transformers_decoder_equals_transformers(name: str, tmp_path: Path) -> 
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
     _, model, plan, attention = open_and_load(tmp_path)
     assert model.path == "transformers"
+    assert_equals_transformers(reference, Runner(model, plan, attention))
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_of_a_model_that_takes_pictures_transformers_code_runs_the_language_model(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = save_tiny(tmp_path, AutoConfig.for_model(kind, **PICTURES[kind]))
+    _, model, plan, attention = open_and_load(tmp_path)
+    assert model.path == "transformers"
+    assert "runs on text alone" in caplog.text
     assert_equals_transformers(reference, Runner(model, plan, attention))
 
 

@@ -125,6 +125,22 @@ def test_a_mistral_has_a_window_unless_it_says_that_it_has_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"), ("smolvlm", "SmolVLMForConditionalGeneration")],
+)
+@pytest.mark.parametrize("of_text", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("of_all", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+def test_a_head_is_tied_where_transformers_reads_it_of_a_model_that_takes_pictures(
+    kind: str, architecture: str, of_text: dict[str, Any], of_all: dict[str, Any], tmp_path: Path
+) -> None:
+    text = {**SIZES, "model_type": "qwen2_5_vl_text" if kind == "qwen2_5_vl" else "llama", **of_text}
+    written = {"model_type": kind, "architectures": [architecture], "text_config": text, **of_all}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert open_model(str(tmp_path), load_format="dummy").model_config.tied is theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"num_hidden_layers": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import struct
 import time
@@ -269,6 +270,24 @@ def test_what_a_file_says_of_yarn_is_read_or_refused(tmp_path: Path) -> None:
     _write(tmp_path / "other.gguf", "llama", gguf.GGMLQuantizationType.F32, stretched)
     with pytest.raises(UnsupportedArchitecture, match="yarn_log_multiplier"):
         open_model(str(tmp_path / "other.gguf"))
+
+
+def test_attn_factor_multiplies_what_follows_from_yarns_factor(tmp_path: Path) -> None:
+    def scaled(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_attn_factors(1.5)
+
+    _write(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F32, scaled)
+    (rotary,) = open_model(str(tmp_path / "model.gguf")).describe(DType.FLOAT32).whole.model.rotary
+    assert rotary.rope.frequencies(64)[1] == pytest.approx(1.5 * (0.1 * math.log(4.0) + 1))
+
+
+def test_an_attn_factor_without_yarn_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    _write(file, "llama", gguf.GGMLQuantizationType.F32, lambda writer: writer.add_rope_scaling_attn_factors(1.5))
+    with pytest.raises(UnsupportedArchitecture, match=r"attn_factor 1\.5"):
+        open_model(str(file))
 
 
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])

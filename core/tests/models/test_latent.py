@@ -49,6 +49,7 @@ def test_the_layer_that_predicts_further_tokens_is_passed_over(folder: Path, tmp
         ("deepseek-v3", {"n_group": 3}, "8 experts do not form 3 groups"),
         ("deepseek-v3", {"n_group": 4, "topk_group": 5}, "8 experts do not form 4 groups of which"),
         ("deepseek-v3", {"n_group": 8}, "its 8 groups of 1 expert are chosen by the best 2 of each"),
+        ("deepseek-v3", {"topk_group": 1}, "more experts than its 1 best groups have, which are 2"),
         # All groups count, or the best one of each.
         ("deepseek-v3", {"n_group": 8, "topk_group": 8}, None),
         ("deepseek-v2", {"n_group": 8}, None),

@@ -24,6 +24,7 @@ from tiny_models import (
     save_tiny,
     tiny_config,
 )
+from transformers import AutoModelForCausalLM
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
@@ -155,6 +156,18 @@ def test_texts_end_with_the_tokenizers_own_token_too(
     for name, content in {"tokenizer_config.json": settings, **beside}.items():
         (llama / name).write_text(json.dumps(content))
     assert open_model(str(llama)).eos_token_ids == expected
+
+
+def test_texts_end_with_the_token_of_the_tokenizer_that_is_given(llama: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for folder, end in ((llama, 9), (other, 11)):
+        settings = {"eos_token": "<end>", "added_tokens_decoder": {str(end): {"content": "<end>"}}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other / "config.json").write_bytes((llama / "config.json").read_bytes())
+    source = open_model(str(llama))
+    assert source.eos_token_ids == (2, 9)
+    assert source.eos_token_ids_with(open_model(str(other), load_format="dummy")) == (2, 11)
 
 
 @pytest.mark.parametrize("eos", [2**31, -1, "2", [2, None], [[2]], True, 2.5, {"id": 2}])
@@ -483,14 +496,19 @@ def test_progress_counts_to_the_end(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0])
-def test_a_head_that_a_tied_model_does_not_use_is_named(
+def test_a_tied_models_own_head_is_used_and_named_where_it_differs(
     change: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path, tiny_config("llama", tie_word_embeddings=True))
-    tied, tensors = _logits(tmp_path), _tensors(tmp_path)
-    _write(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + change})
-    assert torch.equal(_logits(tmp_path), tied)
-    assert ("has a head of its own, lm_head.weight, which is not used" in caplog.text) is (change != 0)
+    tensors = _tensors(tmp_path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[VOCAB - 2] += change
+    _write(tmp_path, {**tensors, "lm_head.weight": head})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    _, model, plan, attention = open_and_load(tmp_path)
+    assert_equals_transformers(reference.eval(), Runner(model, plan, attention))
+    assert ("has a head of its own, lm_head.weight, which is used" in caplog.text) is (change != 0)
+    assert ("lm_head.weight" in model.weight_names()) is (change != 0)
 
 
 def test_updates_may_come_from_a_generator(llama: Path) -> None:

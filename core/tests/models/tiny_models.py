@@ -237,6 +237,27 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     # Its configuration takes no None for the token that pads.
     "modernbert-decoder": ("modernbert-decoder", {"num_attention_heads": 3, "local_attention": 12}),
 }
+PICTURES: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {**SHAPE, "model_type": "ministral3"},
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+        },
+    },
+    "qwen2_vl": {
+        "text_config": {
+            **{name: value for name, value in SHAPE.items() if name != "head_dim"},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "patch_size": 4},
+    },
+}
+"""Models that take pictures, of which transformers' code runs the language model."""
 
 
 def tiny_config(kind: str, **options: Any) -> Any:
@@ -261,10 +282,11 @@ def describe(architecture: str, config: Any, dtype: DType = DType.FLOAT32) -> Mo
 
 def save_tiny(folder: Path, config: Any, seed: int = 0, **save_options: Any) -> Any:
     """Write a seeded float32 model of this configuration and return it with eager attention."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    auto = AutoModelForImageTextToText if config.model_type in PICTURES else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Far from the published initialisation, where every norm is 1 and every logit almost 0.

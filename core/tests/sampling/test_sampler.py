@@ -5,6 +5,7 @@ Of the sampler in torch's operators, and of the CPU backend's native one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -768,6 +769,23 @@ def test_a_processor_that_fails_ends_its_own_row(wrong: Any, found: str) -> None
     assert found in processed.failed[1]
     assert processed.token_ids.tolist() == [*plain.token_ids[:1], -1, *plain.token_ids[2:]]
     assert processed.logprobs.keys() == plain.logprobs.keys()
+
+
+def test_words_that_must_not_come_cost_a_token_little_however_many_they_are() -> None:
+    many = [(*divmod(number, 100), 64 + number % 50) for number in range(10_000)]
+    words = (*many, (7, 3), (5, 7, 9), (8, 8, 8, 3))
+    sampler, logits = Sequences(128), torch.zeros(1, 128)
+    logits[0, 3], logits[0, 9], logits[0, 4] = 3.0, 2.0, 1.0
+    sampler.add(replace(sequence(0, temperature=0.0), bad_words=words))
+    start = time.process_time()
+    for before, token in (((), 3), ((5, 7), 4), ((6, 7), 9), ((8, 8), 3), ((8, 8, 8), 9)):
+        sampler.add(replace(sequence(0, temperature=0.0), bad_words=words))
+        for one in before:
+            sampler.force(0, one)
+        assert sampler.sample(logits, np.array([0]))[0].tolist() == [token]
+    for _ in range(200):
+        sampler.sample(logits, np.array([0]))
+    assert time.process_time() - start < 0.25
 
 
 def test_a_rehearsal_takes_the_room_that_sequences_need() -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
@@ -230,9 +231,6 @@ class AsyncLLM:
         """
         timeout = Timeout(timeout).seconds
         params = self._maker.default_sampling_params if params is None else params
-        grammar = None
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            grammar = await asyncio.to_thread(self._maker.grammar, params)
         if isinstance(lora_request, LoRARequest):
             await self.load_adapter(lora_request)
         adapter = adapter_name(lora_request, lambda loaded: None)
@@ -242,7 +240,9 @@ class AsyncLLM:
         if isinstance(params, BeamSearchParams):
             request, command = self._maker.beam_search(name, prompt, params, priority, recipient, adapter)
         else:
-            request, command = self._maker.generation(name, prompt, params, priority, recipient, grammar, adapter)
+            make = partial(self._maker.generation, name, prompt, params, priority, recipient, adapter)
+            takes_long = isinstance(params, SamplingParams) and (params.structured_outputs or params.bad_words)
+            request, command = await asyncio.to_thread(make) if takes_long else make()
         timer = None
         if timeout is not None:
             late = RequestTimeout(

@@ -72,6 +72,7 @@ from hardpoint.executor.ray_session import RaySession, RaySettings, import_ray
 from hardpoint.interfaces.allocator import WEIGHTS
 from hardpoint.interfaces.errors import (
     ConfigError,
+    EngineAsleep,
     EngineDead,
     HardpointError,
     InvalidRequest,
@@ -148,6 +149,7 @@ class DataParallelLoop(RunningLoop):
         self._death: EngineDead | None = None
         self._unlike_weights: HardpointError | None = None
         self._drain: _Drain | None = None
+        self._queues = config.queue_while_asleep > 0
         self._pauses: Counter[int] = Counter()
         """By engine, how often it paused on the way to a sleep, which its counters take for another sleep."""
         self._engines: list[ProcessLoop] = []
@@ -257,6 +259,13 @@ class DataParallelLoop(RunningLoop):
                 "the engines may have unlike weights",
                 found=str(self._unlike_weights),
                 hint="Update or load all weights again",
+            )
+        if self._drain is not None and not self._queues:
+            # An engine that has paused already would call for a wake, which is refused until the sleep has come.
+            raise EngineAsleep(
+                "a new request cannot be taken",
+                found=f"the engine is {EngineState.DRAINING.value}",
+                hint="Call resume() first",
             )
         names = _beginnings(command, self.info.block_size)
         many = isinstance(command, Generate) and command.beams is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 from tokenizers.decoders import DecodeStream
@@ -103,6 +105,36 @@ class Detokenizer:
         return context, text
 
 
+class _StopTexts:
+    """Stop texts, ordered so that a look at the end of a text takes the same few searches however many they are."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self._ordered = frozenset(texts), sorted(texts)
+        self._lengths = sorted(set(map(len, texts)))
+
+    def held_from(self, text: str, start: int) -> int:
+        """Return from where on, at `start` or later, the text may yet become a stop text; its length where it may not."""
+        ordered = self._ordered
+        for at in range(max(start, len(text) - self._lengths[-1] + 1), len(text)):
+            tail = text[at:]
+            place = bisect_left(ordered, tail)
+            if place < len(ordered) and ordered[place].startswith(tail):
+                return at
+        return len(text)
+
+    def ending(self, text: str, end: int, start: int) -> str | None:
+        """Return the longest stop text that the text has up to `end`, from `start` or later."""
+        for length in reversed(self._lengths[: bisect_right(self._lengths, end - start)]):
+            if (found := text[end - length : end]) in self._texts:
+                return found
+        return None
+
+
+@lru_cache(16)
+def _stop_texts(texts: tuple[str, ...]) -> _StopTexts:
+    return _StopTexts(texts)
+
+
 class TextStream:
     """The text of one completion, as its tokens come.
 
@@ -123,12 +155,14 @@ class TextStream:
         self._detokenizer = detokenizer if params.detokenize else None
         self._prompt_end = list(prompt_token_ids[-_MOST_CONTEXT:])
         self._skip_special_tokens = params.skip_special_tokens
-        self._stops = params.stop_texts
+        self._stops = _stop_texts(params.stop_texts) if params.stop_texts else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
         self._text = ""
         self._search_from = 0
+        # What comes before cannot become a stop text any more, so that nothing is looked at again.
+        self._held_from = 0
         self._ended = False
         lazy = params.output_kind is RequestOutputKind.FINAL_ONLY and not self._stops
         self._step: Callable[[int], str] | None = None
@@ -151,12 +185,12 @@ class TextStream:
         if self._step is None:
             return None
         self._text += self._step(token_id)
-        if not self._stops:
+        if self._stops is None:
             return None
-        if len(self._token_ids) <= self._min_tokens:
-            self._search_from = len(self._text)
-            return None
-        return self._cut_at_stop()
+        found = self._cut_at_stop(self._stops) if len(self._token_ids) > self._min_tokens else None
+        self._search_from = len(self._text)
+        self._held_from = self._stops.held_from(self._text, self._held_from)
+        return found
 
     def finish(self) -> str | None:
         """End the stream: what was held back belongs to the text, an incomplete character as U+FFFD. Idempotent.
@@ -169,44 +203,30 @@ class TextStream:
         whole = self._whole_text(self._detokenizer)
         if self._step is None or whole.startswith(self._text):
             self._text = whole
-        found = self._cut_at_stop() if self._stops and len(self._token_ids) > self._min_tokens else None
+        counts = len(self._token_ids) > self._min_tokens
+        found = self._cut_at_stop(self._stops) if self._stops is not None and counts else None
         self._ended = True
         return found
 
     @property
     def text(self) -> str:
         """The text so far: before the end, without what may yet become a stop text, or an incomplete character."""
-        return self._text if self._ended or not self._stops else self._text[: self._safe_length()]
+        return self._text if self._ended or self._stops is None else self._text[: self._held_from]
 
     def _whole_text(self, detokenizer: Detokenizer) -> str:
         skip = self._skip_special_tokens
         context, before = detokenizer.context(self._prompt_end, skip_special_tokens=skip)
         return _after(before, detokenizer.decode([*context, *self._token_ids], skip_special_tokens=skip))
 
-    def _cut_at_stop(self) -> str | None:
+    def _cut_at_stop(self, stops: _StopTexts) -> str | None:
         """Look for stops that end after `_search_from`; cut the text at the one complete first."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = self._text.find(stop, max(0, self._search_from - len(stop) + 1))
-            if start >= 0:
-                candidate = (start + len(stop), start, stop)
-                best = candidate if best is None else min(best, candidate)
-        self._search_from = len(self._text)
-        if best is None:
-            return None
-        end, start, stop = best
-        self._text = self._text[: end if self._include_stop else start]
-        self._ended = True
-        return stop
-
-    def _safe_length(self) -> int:
-        """Return the length of the text without the longest end of it that begins a stop text."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            tail = self._text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return len(self._text) - length
-        return len(self._text)
+        for end in range(self._search_from + 1, len(self._text) + 1):
+            stop = stops.ending(self._text, end, self._held_from)
+            if stop is not None:
+                self._text = self._text[: end if self._include_stop else end - len(stop)]
+                self._ended = True
+                return stop
+        return None
 
 
 class _StreamDecoder:

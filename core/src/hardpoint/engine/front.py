@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,6 +44,9 @@ PROFILE_VARIABLE = "HARDPOINT_PROFILE_DIR"
 _UNSEEDED = 0x6861726470_6F696E74
 """Keeps the seeds of requests without one apart from those that users choose."""
 
+_WORD_LISTS = 8
+"""Lists of `bad_words` whose tokens are kept: requests of one caller tend to have the same one."""
+
 
 @collection_paused()
 def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -> tuple[L, RequestMaker]:
@@ -71,7 +74,8 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         tokenizer = background.submit(_load_tokenizer, config, source)
         loop = make_loop(config)
         try:
-            eos_ids, pooling = frozenset(source.eos_token_ids), source.pooling_defaults
+            eos_ids = frozenset(source.eos_token_ids_with(_tokenizers_model(config, source)))
+            pooling = source.pooling_defaults
             media = Media(config, loop.model, source.path, tokenizer.result())
             maker = RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)
         except BaseException:
@@ -138,17 +142,16 @@ class RequestMaker:
         )
         self._config, self._model, self._eos_ids = config, model, eos_ids
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._tokens_of_words = lru_cache(_WORD_LISTS)(partial(_tokens_of_words, self.process))
         self._keys, self._numbers = itertools.count(), itertools.count()
         vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
         self._grammars = Grammars(vocabulary, model.vocab_size)
 
-    def grammar(self, params: SamplingParams) -> str | None:
-        """Return the grammar of structured outputs as `generation` takes it, compiled to see that a text can begin; None without one.
+    def _grammar(self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> str | None:
+        """Return the grammar of structured outputs as text, compiled to see that a text can begin; None without one.
 
-        It takes some 10 ms at most, and the first one as long as the tokenizer takes. Safe to use from any thread. Raises InvalidRequest,
-        ConfigError.
+        Raises InvalidSamplingParams, ConfigError.
         """
-        check_params(params, SamplingParams)
         if params.structured_outputs is None:
             return None
         if self.tokenizer is None:
@@ -156,8 +159,6 @@ class RequestMaker:
                 "structured_outputs need the model's tokenizer", found="an engine without one", hint="Make it with one"
             )
         text = params.structured_outputs.grammar_text()
-        params.check_vocab(self._model.vocab_size)
-        bad_words = self._bad_words(params)
         self._grammars.check(params.to_sequence_sampling(0, (), 0, 0, self._eos_ids, text, bad_words=bad_words))
         return text
 
@@ -168,13 +169,13 @@ class RequestMaker:
         params: SamplingParams,
         priority: int,
         recipient: Recipient,
-        grammar: str | None,
         adapter: str = "",
     ) -> tuple[Request, Generate]:
-        """Return a generation request and the command that queues it; raises InvalidRequest.
+        """Return a generation request and the command that queues it; raises InvalidRequest, ConfigError.
+
+        A grammar takes some 10 ms at most, the first one as long as the tokenizer takes, and many words that must not come 0.3 s.
 
         Args:
-            grammar: what `grammar` returned for the parameters.
             adapter: name of one that is loaded; empty for none.
         """
         RequestArguments(request_id, priority)
@@ -190,6 +191,7 @@ class RequestMaker:
                 hint="Leave prompt_logprobs out",
             )
         bad_words = self._bad_words(params)
+        grammar = self._grammar(params, bad_words)
         if params.logits_processors and self._config.other_processes:
             raise InvalidSamplingParams(
                 "logits_processors are functions of this process, and the model runs in others",
@@ -234,22 +236,14 @@ class RequestMaker:
         request = Request(request_id, command.key, tokens, params, self._detokenizer, self._eos_ids, recipient)
         return request, command
 
-    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of the words that must not come, at the beginning of a text and after a space."""
-        words = params.bad_words or ()
+        words = tuple(params.bad_words or ())
         if words and self.tokenizer is None:
             raise InvalidSamplingParams(
                 "bad_words need the model's tokenizer", found="an engine without one", hint="Make it with one"
             )
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            alone = self.process.encode(word.lstrip(), add_special_tokens=False)
-            spaced = self.process.encode(" " + word.lstrip(), add_special_tokens=False)
-            found[tuple(alone)] = None
-            # Where the space is a token of its own, the word is found after it as it is.
-            if spaced[1:] != alone:
-                found[tuple(spaced)] = None
-        return list(found)
+        return self._tokens_of_words(words)
 
     def beam_search(
         self,
@@ -359,6 +353,18 @@ def unseeded(engine_seed: int, number: int) -> int:
     return stream_key(stream_key(engine_seed ^ _UNSEEDED) + number)
 
 
+def _tokens_of_words(process: PromptProcessor, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        alone = process.encode(word.lstrip(), add_special_tokens=False)
+        spaced = process.encode(" " + word.lstrip(), add_special_tokens=False)
+        found[tuple(alone)] = None
+        # Where the space is a token of its own, the word is found after it as it is.
+        if spaced[1:] != alone:
+            found[tuple(spaced)] = None
+    return tuple(found)
+
+
 def _converted(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, ModelSource]:
     """Return configuration and model for what the model is to be; raises ConfigError where it cannot be that."""
     use = config.convert
@@ -395,10 +401,15 @@ def _converted(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig,
 def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:
     if config.skip_tokenizer_init:
         return None
-    if config.tokenizer is not None:
-        source = open_model(config.tokenizer, trust_remote_code=config.trust_remote_code)
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(_tokenizers_model(config, source), config.trust_remote_code)
     return tokenizer
+
+
+def _tokenizers_model(config: EngineConfig, source: ModelSource) -> ModelSource:
+    """Return the model whose tokenizer is used, of which another than the engine's own needs no weights."""
+    if config.tokenizer is None or config.skip_tokenizer_init:
+        return source
+    return open_model(config.tokenizer, load_format="dummy", trust_remote_code=config.trust_remote_code)
 
 
 def _recommended_params(source: ModelSource) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeAlias, TypedDict
 
@@ -174,7 +174,8 @@ class PromptProcessor:
         """Return the checked prompt; `reserve` tokens of the context stay free for output.
 
         Args:
-            truncate: use its last so many tokens; -1 for as many as the context holds.
+            truncate: use its last so many tokens; -1 for as many as the context holds. Of a text the special tokens around it stay, and
+                where nothing is generated after it (`reserve=0`) it loses its end instead.
 
         Raises EmptyPrompt, PromptTooLong, TokenOutOfRange, InvalidRequest.
         """
@@ -189,7 +190,7 @@ class PromptProcessor:
                     token_ids, embedded = self._need_embeds().prompt(keys.prompt_embeds)
                 elif keys.prompt is not None:
                     self._check_length(keys.prompt, truncate)
-                    token_ids = self.encode(keys.prompt)
+                    token_ids = self._cut(keys.prompt, self.encode(keys.prompt), reserve, truncate)
                 else:
                     token_ids = list(keys.prompt_token_ids or ())
                 self.check_ids(token_ids)  # Not all of them are integers of 64 bits.
@@ -202,7 +203,25 @@ class PromptProcessor:
         """Return a text as a prompt, with or without the tokens that the model's publisher adds; errors as for a call."""
         self._check_length(text, truncate)
         token_ids = self.encode(text, add_special_tokens=add_special_tokens)
+        if add_special_tokens:
+            token_ids = self._cut(text, token_ids, reserve, truncate)
         return self._checked(TokenizedPrompt(text, token_ids), reserve, truncate)
+
+    def _cut(self, text: str, token_ids: list[int], reserve: int, truncate: int | None) -> list[int]:
+        """Return a text's tokens, as many as are asked for, in which the special tokens around it stay.
+
+        It loses its beginning where something is generated after it, else its end, as transformers and vLLM have it.
+        """
+        count = self._max_model_len - reserve if truncate == -1 else truncate
+        if not count or (over := len(token_ids) - count) <= 0:
+            return token_ids
+        own = self.encode(text, add_special_tokens=False)
+        around = len(token_ids) - len(own)
+        begin = next((index for index in range(around + 1) if token_ids[index : index + len(own)] == own), None)
+        if begin is None or over >= len(own):
+            return token_ids
+        begin += 0 if reserve else len(own) - over
+        return token_ids[:begin] + token_ids[begin + over :]
 
     def _check_length(self, text: str, truncate: int | None) -> None:
         """Raise PromptTooLong for a text that no tokens of the context can stand for, before it is tokenized, which takes long."""
@@ -247,17 +266,23 @@ class PromptProcessor:
 
         Args:
             template: a chat template that writes them instead, as messages of the roles "query" and "document".
-            truncate: as for a call.
+            truncate: use so many tokens, -1 for as many as the context holds: texts lose their ends, the longer one first, as
+                transformers' "longest_first" has it; where they are written as one text, the second alone.
         """
         for one in (text, second):
             _check_unicode("the prompt", one)
         tokenizer = self._need_tokenizer()
-        if template is not None:
-            messages = [{"role": "query", "content": text}, {"role": "document", "content": second}]
-            written = self._write_chat(messages, template, add_generation_prompt=False)
-            return self.text(written, reserve=0, truncate=truncate)
-        if not self._separates:
-            return self.text(text + second, reserve=0, truncate=truncate)
+        if template is not None or not self._separates:
+
+            def written(document: str) -> str:
+                if template is None:
+                    return text + document
+                messages = [{"role": "query", "content": text}, {"role": "document", "content": document}]
+                return self._write_chat(messages, template, add_generation_prompt=False)
+
+            if truncate:
+                second = self._without_end(written, second, self._max_model_len if truncate == -1 else truncate)
+            return self.text(written(second), reserve=0, truncate=truncate)
         try:
             with panics_as_errors():
                 encoded = tokenizer(text, second, return_token_type_ids=True)
@@ -265,8 +290,35 @@ class PromptProcessor:
             raise InvalidRequest("the model's tokenizer cannot read these texts", found=str(error)) from error
         types: list[int] = encoded["token_type_ids"]
         token_ids: list[int] = encoded["input_ids"]
+        if truncate:
+            count = self._max_model_len if truncate == -1 else truncate
+            if len(token_ids) > count:
+                kept = _longest_first(encoded.sequence_ids(0), count)
+                types, token_ids = [types[index] for index in kept], [token_ids[index] for index in kept]
         pair = TokenizedPrompt(None, token_ids, second_text=types.index(1) if 1 in types else 0)
         return self._checked(pair, 0, truncate)
+
+    def _without_end(self, written: Callable[[str], str], document: str, count: int) -> str:
+        """Return as much of a document's beginning as leaves what is written of it `count` tokens; raises InvalidRequest."""
+        tokenizer = self._need_tokenizer()
+        over = len(self.encode(written(document))) - count
+        if over <= 0:
+            return document
+        begins = [
+            begin
+            for begin, _ in tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        ]
+        kept = len(begins)
+        while over > 0:
+            kept -= over
+            if kept <= 0:
+                raise InvalidRequest(
+                    "truncate_prompt_tokens leaves nothing of the document",
+                    found=f"{count}, and what is written beside it has more",
+                    hint="Give more, or shorten the query",
+                )
+            over = len(self.encode(written(document[: begins[kept]]))) - count
+        return document[: begins[kept]]
 
     def chat(
         self,
@@ -557,6 +609,31 @@ def with_plain_content(message: Message) -> Message:
             )
         texts.append(_TextPart.parse(part).text)
     return {**message, "content": "\n".join(texts)}
+
+
+def _longest_first(texts: Sequence[int | None], count: int) -> list[int]:
+    """Return the places of the `count` tokens of a pair that stay; raises InvalidRequest where a text would lose all.
+
+    Args:
+        texts: which of the two each token is of, 0 or 1; None for special tokens, which stay.
+    """
+    lengths = texts.count(0), texts.count(1)
+    left = count - texts.count(None)
+    if left < 2:
+        raise InvalidRequest(
+            "truncate_prompt_tokens leaves nothing of one of the two texts",
+            found=f"{count}, of which {texts.count(None)} are for special tokens",
+            hint="Give more",
+        )
+    shorter = min(*lengths, left // 2)
+    places = [shorter, left - shorter] if lengths[0] <= lengths[1] else [left - shorter, shorter]
+    kept = []
+    for index, text in enumerate(texts):
+        if text is not None:
+            places[text] -= 1
+        if text is None or places[text] >= 0:
+            kept.append(index)
+    return kept
 
 
 def _check_unicode(name: str, text: str) -> None:

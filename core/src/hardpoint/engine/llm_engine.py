@@ -140,9 +140,8 @@ class LLMEngine:
             recipient: who is told of its outputs, in the thread that drives the engine then.
         """
         self._check_alive()
-        grammar = self._maker.grammar(params)
         adapter = adapter_name(lora_request, self.load_adapter)
-        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient, grammar, adapter))
+        return self._submit(*self._maker.generation(request_id, prompt, params, priority, recipient, adapter))
 
     def submit_beam_search(
         self,

@@ -303,15 +303,24 @@ class ModelConfig:
         """Visible keys of windowed layers, None for all."""
         return None if self.values.get("sliding_window") is None else self.integer("sliding_window", least=0)
 
+    @property
+    def sees_both_sides(self) -> bool:
+        """A decoder's queries see the keys on both sides, as transformers reads `is_causal`: null is false."""
+        return not self.values.get("is_causal", True)
+
     def attention(
         self,
         *,
         sliding_window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
-        causal: bool = True,
+        causal: bool | None = None,
     ) -> AttentionLayer:
-        """Return what a layer of the usual heads asks of attention; the scale is `head_dim ** -0.5` unless given."""
+        """Return what a layer of the usual heads asks of attention; the scale is `head_dim ** -0.5` unless given.
+
+        Args:
+            causal: None for what the configuration says.
+        """
         return AttentionLayer(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -319,7 +328,7 @@ class ModelConfig:
             scale=self.head_dim**-0.5 if scale is None else scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
-            causal=causal,
+            causal=not self.sees_both_sides if causal is None else causal,
         )
 
     def ropes(self, *, partial: bool = False) -> tuple[tuple[Rope, ...], tuple[int, ...]] | Refusal:
@@ -376,8 +385,6 @@ class ModelConfig:
         reasons = []
         if self.activation_name not in _ACTIVATIONS:
             reasons.append(f"its activation is {self.activation_name}")
-        if not self.values.get("is_causal", True):
-            reasons.append("its attention is not causal")
         unknown = sorted(set(self.layer_types) - kinds)
         if unknown:
             reasons.append(f"it has layers of the type {', '.join(unknown)}")

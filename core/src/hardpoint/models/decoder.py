@@ -62,6 +62,8 @@ class CausalLM(Family):
     embedding_kinds = frozenset({EmbeddingKind.ROWS})
     layer_kinds: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
     """Types of layers that the family has."""
+    embeds_both_sides: ClassVar[bool] = False
+    """Models without the language-model head may have attention that is not causal, without windows."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)
@@ -80,7 +82,15 @@ class CausalLM(Family):
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
         ropes = cls.ropes(config)
-        return [*config.refusals(cls.layer_kinds), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
+        reasons = [*config.refusals(cls.layer_kinds), *(ropes.reasons if isinstance(ropes, Refusal) else ())]
+        if config.sees_both_sides:
+            if not cls.embeds_both_sides:
+                reasons.append("its attention is not causal")
+            elif not config.is_bare:
+                reasons.append("its attention is not causal: it makes embeddings (convert='embed') and no text")
+            elif SLIDING in config.layer_types:
+                reasons.append("its attention is not causal and has windows")
+        return reasons
 
     @classmethod
     def ropes(cls, config: ModelConfig) -> tuple[tuple[Any, ...], tuple[int, ...]] | Refusal:

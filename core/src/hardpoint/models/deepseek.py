@@ -106,6 +106,8 @@ class DeepseekV3(CausalLM):
     layer = DeepseekV3Layer
     least_of_group: ClassVar[int] = 2
     """Experts by whose scores a group is chosen; see `Routing`."""
+    others_count: ClassVar[bool] = True
+    """Experts outside the chosen groups have weights where those groups have too few."""
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +137,8 @@ class DeepseekV3(CausalLM):
             reasons.append(f"{experts} experts do not form {groups} groups of which as many are chosen as it says")
         elif chosen < groups and experts // groups < cls.least_of_group:
             reasons.append(f"its {groups} groups of 1 expert are chosen by the best {cls.least_of_group} of each")
+        elif cls.others_count and (left := chosen * (experts // groups)) < config.experts_per_token(experts):
+            reasons.append(f"each token goes through more experts than its {chosen} best groups have, which are {left}")
         return reasons
 
     @classmethod
@@ -163,6 +167,7 @@ class DeepseekV2(DeepseekV3):
 
     layer = DeepseekV2Layer
     least_of_group = 1
+    others_count = False
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,7 @@ from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.models.base import RunnableModel
+from hardpoint.models.registry import is_known
 from hardpoint.weights.kv_scales import ScalesInUse, is_scale, unscaled
 from hardpoint.weights.loading import check_tensors
 from hardpoint.weights.sources import WeightReloader
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.attention import AttentionBackend
     from hardpoint.models.source import ModelSource
     from hardpoint.weights.loading import Progress
+
+logger = logging.getLogger(__name__)
 
 _INTERFACE = "hardpoint"
 _PROBE_TOKENS = 5
@@ -229,9 +233,16 @@ def _registered() -> str:
 
 
 def _model_class(source: ModelSource) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
 
-    return AutoModelForCausalLM if source.is_generative else AutoModel
+    if not source.is_generative:
+        return AutoModel
+    kind = source.config.model_type
+    # Of models that the core runs with their pictures, one that it refuses does not come to run without them.
+    as_decoder = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or is_known(source.architecture)
+    takes_pictures = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if takes_pictures and not as_decoder else AutoModelForCausalLM
 
 
 def _uninitialised() -> AbstractContextManager[None]:
@@ -345,6 +356,10 @@ class TransformersDecoder(RunnableModel):
             model.eval(), attention, source.attention_layers(), groups, scales, torch_device, dtype, dummy_seed
         )
         decoder._compare_with_eager(source, groups, allocator, dtype)
+        if source.text_config is not source.config:
+            logger.warning(
+                "%s runs on text alone: %s has other parts, which are not used", source.path, source.architecture
+            )
         if progress is not None:
             count = sum(1 for _ in model.parameters())
             progress(count, count)

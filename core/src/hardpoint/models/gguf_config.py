@@ -6,6 +6,7 @@ derived in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ from hardpoint.weights.gguf_file import GGUFFile
 
 _GEMMA2_27B_LAYERS = 46
 _YARN = {
-    "attn_factor": "attention_factor",
     "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -84,28 +84,37 @@ def _rope_parameters(file: GGUFFile) -> dict[str, Any]:
     # As llama.cpp reads files that leave the type out, and older ones.
     kind = file.get("rope.scaling.type", "linear")
     factor = file.get("rope.scaling.factor", file.get("rope.scale_linear"))
-    if kind == "none" or factor in (None, 0, 1):
+    is_scaled = kind != "none" and factor not in (None, 0, 1)
+    magnitude = file.get("rope.scaling.attn_factor", 1.0)
+    if magnitude != 1 and not (is_scaled and kind == "yarn"):
+        raise _unread_scaling(file, f"attn_factor {magnitude} with the type {kind}")
+    if not is_scaled:
         return parameters
     if kind not in ("linear", "yarn"):
-        raise UnsupportedArchitecture(
-            f"{file.path.name} scales its rotary embedding in a way that Hardpoint does not read from GGUF files",
-            found=str(kind),
-            hint="Use the safetensors checkpoint",
-        )
+        raise _unread_scaling(file, str(kind))
     parameters |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         original = file.get("rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = original or file.require("context_length")
         given = ((ours, file.get(f"rope.scaling.{theirs}")) for theirs, ours in _YARN.items())
         parameters |= {name: value for name, value in given if value is not None}
+        if magnitude != 1:
+            # llama.cpp multiplies the magnitude by it; the other keys' is a configuration's, which is the whole of it.
+            parameters["attention_factor"] = magnitude * parameters.get(
+                "attention_factor", 0.1 * math.log(max(factor, 1)) + 1
+            )
         unread = {name: file.get(f"rope.scaling.{name}", plain) for name, plain in _YARN_PLAIN.items()}
         if unread != _YARN_PLAIN:
-            raise UnsupportedArchitecture(
-                f"{file.path.name} scales its rotary embedding in a way that Hardpoint does not read from GGUF files",
-                found=", ".join(f"{name} {value}" for name, value in unread.items()),
-                hint="Use the safetensors checkpoint",
-            )
+            raise _unread_scaling(file, ", ".join(f"{name} {value}" for name, value in unread.items()))
     return parameters
+
+
+def _unread_scaling(file: GGUFFile, found: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(
+        f"{file.path.name} scales its rotary embedding in a way that Hardpoint does not read from GGUF files",
+        found=found,
+        hint="Use the safetensors checkpoint",
+    )
 
 
 def _has_bias(file: GGUFFile, name: str) -> bool:

@@ -52,6 +52,7 @@ class Llama(CausalLM):
     """Llama 1 to 3, and what is published under its architecture."""
 
     layer: ClassVar[MakesLayer] = LlamaLayer
+    embeds_both_sides = True
 
     @classmethod
     def refusals(cls, config: ModelConfig) -> list[str]:
@@ -71,6 +72,7 @@ class Mistral(CausalLM):
     """Mistral 7B and Nemo, with a window in every layer or in none, and Ministral 8B, whose layers differ."""
 
     layer = MistralLayer
+    embeds_both_sides = True
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:

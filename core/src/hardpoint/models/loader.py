@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
@@ -18,17 +18,11 @@ from hardpoint.layers.parallel import ALONE, NO_OTHERS, ParallelRank, Ranks, lay
 from hardpoint.models.base import RunnableModel
 from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
 from hardpoint.weights.kv_scales import scaled, takes_scales
-from hardpoint.weights.loading import with_standard_names
 
 if TYPE_CHECKING:
     from hardpoint.layers.adapters import AdapterSlots
-    from hardpoint.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
-
-_HEAD = "lm_head.weight"
-_SAMPLE = 64
-"""Rows that tell a head from an embedding."""
 
 
 def attention_layers(
@@ -181,24 +175,9 @@ def load_model(
     if in_blocks and speaks:
         counts = ", ".join(f"{count} in {format}" for format, count in sorted(loaded.weight_formats.items()))
         logger.info("matrices of the weights: %s", counts)
-    if speaks and description.config.tied and _has_another_head(checkpoint, description.checkpoint_shapes):
-        logger.warning("%s has a head of its own, %s, which is not used: the model's is tied", source.path, _HEAD)
+    if speaks and source.model_config.tied and not description.config.tied:
+        logger.warning(
+            "%s has a head of its own, lm_head.weight, which is used: its configuration says tied", source.path
+        )
     loaded.load(checkpoint, progress)
     return loaded
-
-
-def _has_another_head(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a tied model's checkpoint has a head whose first rows are not those of its embedding."""
-    if not any(name.endswith(_HEAD) for name in checkpoint.shapes()):
-        return False
-    import torch
-
-    checkpoint = with_standard_names(checkpoint, shapes)
-    found = checkpoint.shapes()
-    embedding = next((name for name in shapes if name.endswith("embed_tokens.weight")), None)
-    if embedding is None or _HEAD not in found or embedding not in found:
-        return False
-    if found[_HEAD] != found[embedding]:
-        return True
-    head, own = (torch.cat([rows for _, rows in checkpoint.rows(name, 0, _SAMPLE)]) for name in (_HEAD, embedding))
-    return not torch.equal(head, own)

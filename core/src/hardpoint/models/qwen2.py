@@ -29,6 +29,7 @@ class Qwen2(CausalLM):
     """Qwen 2 and 2.5 without experts."""
 
     layer = Qwen2Layer
+    embeds_both_sides = True
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,10 @@ class Qwen2_5_VL(Qwen2):  # noqa: N801
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
         completed = super().complete({**defaults, **with_kv_heads(values, 8)})
+        of_text = completed.get("text_config", {}).get("tie_word_embeddings")
+        if of_text:
+            # Configurations of before transformers 5 say it there of the whole model.
+            completed["tie_word_embeddings"] = of_text
         rope = completed.pop("rope_parameters", None) or completed.pop("rope_scaling", None)
         if isinstance(rope, Mapping):
             # Three axes of positions are no kind of frequencies, as which older configurations name them.

@@ -40,6 +40,7 @@ class Qwen3(CausalLM):
     """Qwen 3 without experts."""
 
     layer = Qwen3Layer
+    embeds_both_sides = True
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:

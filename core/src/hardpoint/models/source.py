@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from hardpoint.weights.float8_formats import Float8Format
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 from hardpoint.weights.integer_formats import IntegerFormat
 from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, quantises_weights, read_scales, takes_scales
+from hardpoint.weights.loading import has_own_head
 from hardpoint.weights.token_head import TokenHead, TokenHeadCheckpoint
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class ModelSource:
     hub: HubModel | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     _described: dict[DType, ModelDescription | Refusal] = field(default_factory=dict, init=False, repr=False)
+    _has_own_head: bool | None = field(default=None, init=False, repr=False)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -256,20 +258,23 @@ class ModelSource:
             return min(length, rope.integer("original_max_position_embeddings", length))
         return length
 
-    @cached_property
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those of the generation configuration, of the model's own, and of the tokenizer's."""
-        named = [self.values.get("eos_token_id")]
-        if self.gguf is not None:
-            named.append(self.gguf.metadata.get("tokenizer.ggml.eot_token_id"))
+        return self.eos_token_ids_with(self)
+
+    def eos_token_ids_with(self, tokenizer: ModelSource) -> tuple[int, ...]:
+        """Return the tokens that end a text where another model's tokenizer is used, whose end of text counts instead of this one's."""
+        named = [self._generation_config.get("eos_token_id"), self.values.get("eos_token_id")]
+        if tokenizer.gguf is not None:
+            named += [tokenizer.gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
         else:
             from hardpoint.models.tokenizer import end_of_text
 
-            own = end_of_text(self.path)
+            own = end_of_text(tokenizer.path)
             named.append(own if own is not None and own < self.vocab_size else None)
-        found = EndOfText.token_ids_of(self._generation_config.get("eos_token_id"), *named)
         # One beyond the vocabulary ends no text, and no row of logits has a place for it.
-        return tuple(one for one in found if one < self.vocab_size)
+        return tuple(one for one in EndOfText.token_ids_of(*named) if one < self.vocab_size)
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
@@ -335,8 +340,21 @@ class ModelSource:
             if self.format is ModelFormat.SAFETENSORS:
                 # Before the layers are made, which takes time and memory for each.
                 self.model_config.check_has_layers(len(self.checkpoint.shapes()))
-            self._described[dtype] = ModelDescription.of(self.model_config, dtype)
+            described = ModelDescription.of(self.model_config, dtype)
+            if not isinstance(described, Refusal) and self._unties(described):
+                values = {**described.config.values, "tie_word_embeddings": False}
+                described = ModelDescription.of(replace(described.config, values=values), dtype)
+            self._described[dtype] = described
         return self._described[dtype]
+
+    def _unties(self, described: ModelDescription) -> bool:
+        """Whether the head is the checkpoint's own, whatever the configuration says: where it differs, transformers ties nothing."""
+        config = described.config
+        if self.format is not ModelFormat.SAFETENSORS or not config.tied or config.is_bare:
+            return False
+        if self._has_own_head is None:
+            self._has_own_head = has_own_head(self.checkpoint, described.checkpoint_shapes)
+        return self._has_own_head
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -690,7 +708,8 @@ def _language_values(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]
 
 def _of_pictures(written: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says beside its language model's: of pictures, and of the head, which is the whole model's."""
-    found = {name: written[name] for name in ("vision_config", "scale_factor", "image_token_id") if name in written}
+    parts = ("vision_config", "text_config", "scale_factor", "image_token_id")
+    found = {name: written[name] for name in parts if name in written}
     return {**found, "tie_word_embeddings": written.get("tie_word_embeddings", False)}
 
 

@@ -210,7 +210,8 @@ class TokenizerBackend:
         """Return that of a model, or of the tokenizer that is used in its place."""
         if tokenizer is None:
             return cls(model, load_format, trust_remote_code)
-        return cls(tokenizer, trust_remote_code=trust_remote_code)
+        # It needs no weights.
+        return cls(tokenizer, "dummy", trust_remote_code)
 
     def __call__(self) -> Tokenizer:
         """Load it; raises ModelError."""

@@ -316,6 +316,9 @@ class Guide:
 def _reason(matcher: Any) -> str:
     """Return what is wrong with a matcher, in lines that can be read, without the library's own stack."""
     text: str = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "").strip()
+    text = text.replace(
+        "NoExtensionBias", "no token goes on with the text, which cannot end here either (NoExtensionBias)"
+    )
     lines = [line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..." for line in text.splitlines()]
     return "\n".join(lines[:_LINES])
 

@@ -90,7 +90,8 @@ class PoolingParams(Validated):
         dimensions: use the first so many elements of embeddings, of models that are trained for it (Matryoshka, arXiv:2205.13147).
         step_tag_id: of labels of tokens, return those of the tokens with this id only.
         returned_token_ids: of the labels, return those with these numbers only.
-        truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds.
+        truncate_prompt_tokens: use so many tokens of the prompt; -1 for as many as the context holds. Texts lose their ends, of two that
+            are scored together the longer one first; prompts of token ids lose their beginning.
 
     Raises:
         InvalidRequest: a value does not fit.
@@ -187,7 +188,8 @@ class SamplingParams(Validated):
         bad_words: words that must not be generated, each also as it is written after a space. Words of several tokens are looked for as
             `logits_processors` are: the request's next step is not planned before its token is known. At most as many as stop texts.
         extra_args: kept with the parameters for whoever reads them; nothing here does.
-        truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds.
+        truncate_prompt_tokens: use the last so many tokens of the prompt; -1 for as many as the context holds. The special tokens around a
+            text stay.
         detokenize: make text; False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: accepted for compatibility. Fast tokenizers, the only ones used here, put no space
@@ -198,7 +200,8 @@ class SamplingParams(Validated):
         logits_processors: functions `(token_ids, logits) -> logits`, called one after the other for each token with the ids generated so
             far and float32[vocab_size] on the device, which may be changed in place. They are slow: Python runs for every token, and the
             request's next step is not planned before its token is known; other requests are not held up by that. One that raises ends
-            its completion with an error. Only for a model that runs in this process: functions are not sent to others.
+            its completion with an error; one that waits for another thread's call of the engine waits for ever, since that call waits
+            for the step. Only for a model that runs in this process: functions are not sent to others.
         structured_outputs: what the text must match; see `StructuredOutputsParams`. It ends with a stop token where it may end, and at the
             grammar's end nothing else can follow, also before `min_tokens`. The request's next step is not planned before its token
             is known; other requests are not held up by that. A text that `max_tokens` or a stop text cuts matches only so far.

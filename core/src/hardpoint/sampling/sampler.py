@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +32,10 @@ _DEVICE_BLOCK = 1 << 24
 """On a device in blocks of about this many: larger ones would take memory that nobody counted."""
 
 _REASONS = {
-    SampleFailure.NO_TOKEN: "masks leave no token that may be sampled, or all logits are minus infinity",
+    SampleFailure.NO_TOKEN: (
+        "masks leave no token that may be sampled (those of structured_outputs, allowed_token_ids, bad_words, logit_bias and min_tokens"
+        " together), or all logits are minus infinity"
+    ),
     SampleFailure.NOT_FINITE: "the logits hold NaN or infinity, as the model computed them or after biases and penalties",
 }
 
@@ -65,17 +68,21 @@ class _HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Processed:
-    """A row whose logits are processed by what it was given before: by Python functions, and by words that must not come."""
+    """A row whose logits are processed by what it was given before: by Python functions, and by words that must not come.
+
+    Attributes:
+        bad_words: see `_by_beginning`.
+    """
 
     functions: tuple[LogitsProcessor, ...]
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: Mapping[int, Mapping[tuple[int, ...], Sequence[int]]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
 
     def apply(self, row: Tensor) -> str | None:
         """Process the logits of the row in place, float32[vocab_size]; returns what is wrong with a function that fails."""
         failure = self._apply_functions(row)
-        for *before, last in self.bad_words:
-            if self.token_ids[-len(before) :] == before:
+        for length, words in self.bad_words.items():
+            for last in words.get(tuple(self.token_ids[-length:]), ()):
                 row[last] = -torch.inf
         return failure
 
@@ -94,6 +101,15 @@ class _Processed:
                 did = f"raised {_text(type(error).__name__, error)}"
             return f"the logits processor {_text(function)} {did}"
         return None
+
+
+@lru_cache(8)
+def _by_beginning(words: tuple[tuple[int, ...], ...]) -> Mapping[int, Mapping[tuple[int, ...], Sequence[int]]]:
+    """Return the last tokens of words by the tokens before them, and these by their number: there may be thousands, for every step."""
+    found: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for *before, last in words:
+        found.setdefault(len(before), {}).setdefault(tuple(before), []).append(last)
+    return found
 
 
 def _text(*values: object) -> str:
@@ -216,7 +232,8 @@ class Sampler:
         for sampling in sequences:
             self._processed.pop(sampling.state_row, None)
             if sampling.logits_processors or sampling.bad_words:
-                self._processed[sampling.state_row] = _Processed(sampling.logits_processors, sampling.bad_words)
+                words = _by_beginning(sampling.bad_words)
+                self._processed[sampling.state_row] = _Processed(sampling.logits_processors, words)
 
     def rehearse(self, num_rows: int) -> None:
         """Sample rows that ask for everything a sequence can ask for, for a profile; the tables keep their room for so many rows.

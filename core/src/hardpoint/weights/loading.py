@@ -39,6 +39,8 @@ _GRANITE_EXPERTS = {
     ".experts.gate_up_proj": ".input_linear.weight",
     ".experts.down_proj": ".output_linear.weight",
 }
+_HEAD = "lm_head.weight"
+_COMPARED_ROWS = 1024
 _OLD_NORMS = {"gamma": "weight", "beta": "bias"}
 _IGNORED = re.compile(r"rotary_emb\.|\.masked_bias$|\.attn\.bias$")
 
@@ -81,6 +83,29 @@ def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     )
     found = (known for known in possible if known in shapes)
     return next(found, name)
+
+
+def has_own_head(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the checkpoint of a model whose head is its embedding has a head that differs from that.
+
+    Args:
+        shapes: of the model's tensors.
+    """
+    if _HEAD not in checkpoint.shapes():
+        return False
+    import torch
+
+    checkpoint = with_standard_names(checkpoint, shapes)
+    found = checkpoint.shapes()
+    embedding = next((name for name in shapes if name.endswith("embed_tokens.weight")), None)
+    if embedding is None or embedding not in found or found[_HEAD] != found[embedding]:
+        return embedding in found
+    for begin in range(0, found[_HEAD][0], _COMPARED_ROWS):
+        span = begin, begin + _COMPARED_ROWS
+        head, own = (torch.cat([rows for _, rows in checkpoint.rows(name, *span)]) for name in (_HEAD, embedding))
+        if not torch.equal(head, own):
+            return True
+    return False
 
 
 def check_tensors(
