@@ -120,6 +120,7 @@ def test_backend_that_cannot_be_used_here_may_refuse_its_parts() -> None:
         ("import torch", "it imports torch"),
         ("import a_module_that_is_not_there", "a_module_that_is_not_there"),
         ("raise SystemExit(4)", "exit code 4"),
+        ("print('Acme runtime 3.7')", "printed to standard output: 'Acme runtime 3.7"),
         ("import time; time.sleep(30)", "it took longer than"),
     ],
 )

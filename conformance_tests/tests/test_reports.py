@@ -429,6 +429,16 @@ def test_a_failure_says_rule_expected_got_cause_and_how_to_repeat_it(
 
 
 def test_tests_that_look_at_free_memory_run_alone_on_an_accelerator() -> None:
-    tests = [{"node": f"{module}.py::test_one"} for module in ("test_l1_driver", "test_l2_attention", "test_l4_worker")]
+    levels = {"test_l1_driver": 1, "test_l2_attention": 2, "test_l4_worker": 4}
+    tests = [{"node": f"{module}.py::test_one", "level": level} for module, level in levels.items()]
     assert divided(tests, accelerator=True) == ([tests[0], tests[2]], [tests[1]])
     assert divided(tests, accelerator=False) == ([], tests)
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_the_driver_is_tested_before_what_stands_on_it(accelerator: bool) -> None:
+    modules = ("test_l0_packaging", "test_l1_allocator", "test_l1_driver", "test_l1_faults")
+    tests = [{"node": f"{module}.py::test_one", "level": int(module[6])} for module in modules]
+    alone, beside = divided(tests, accelerator=accelerator)
+    order = [test["node"].partition(".")[0] for test in (alone or beside) if test["level"] == 1]
+    assert order == ["test_l1_driver", "test_l1_allocator", "test_l1_faults"]

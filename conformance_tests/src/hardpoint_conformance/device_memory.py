@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TypeVar
 
 from hardpoint.memory import DriverTable
@@ -14,13 +15,17 @@ Result = TypeVar("Result")
 
 
 class DeviceMemory:
-    """What a test takes of a device through a driver, step by step; `close` gives back what is left."""
+    """What a test takes of a device through a driver, step by step; `close` gives back what is left.
+
+    Its memory is one handle, or several of one size where `max_chunk` does not allow one. A step that failed goes on where it stopped.
+    """
 
     def __init__(self, driver: DriverTable, size: int) -> None:
         self.driver = driver
         self.size = size
-        self.address = self.handle = self.stream = 0
-        self.mapped = self.registered = False
+        self.address = self.stream = self.mapped = 0
+        self.handles: list[int] = []
+        self.registered = False
         self._host = mmap.mmap(-1, size)
         self._view = ctypes.c_char.from_buffer(self._host)
         self.host = ctypes.addressof(self._view)
@@ -45,19 +50,23 @@ class DeviceMemory:
         self.address = 0
 
     def create(self) -> None:
-        self.handle = self.driver.create(self.size)
+        while len(self.handles) * self._chunk < self.size:
+            self.handles.append(self.driver.create(self._chunk))
 
     def release(self) -> None:
-        self.driver.release(self.handle, self.size)
-        self.handle = 0
+        while self.handles:
+            self.driver.release(self.handles[-1], self._chunk)
+            self.handles.pop()
 
     def map(self) -> None:
-        self.driver.map(self.address, self.size, self.handle)
-        self.mapped = True
+        while self.mapped < len(self.handles):
+            self.driver.map(self.address + self.mapped * self._chunk, self._chunk, self.handles[self.mapped])
+            self.mapped += 1
 
     def unmap(self) -> None:
-        self.driver.unmap(self.address, self.size)
-        self.mapped = False
+        while self.mapped:
+            self.driver.unmap(self.address + (self.mapped - 1) * self._chunk, self._chunk)
+            self.mapped -= 1
 
     def stream_create(self) -> None:
         self.stream = self.driver.stream_create()
@@ -108,7 +117,7 @@ class DeviceMemory:
         self.driver.device_synchronize()
         for held, entry in (
             (self.mapped, "unmap"),
-            (self.handle, "release"),
+            (self.handles, "release"),
             (self.address, "release_address"),
             (self.stream, "stream_destroy"),
             (self.registered, "host_unregister"),
@@ -117,6 +126,18 @@ class DeviceMemory:
                 self.do(entry)
         del self._view
         self._host.close()
+
+    @property
+    def handle(self) -> int:
+        """The first handle."""
+        return self.handles[0]
+
+    @cached_property
+    def _chunk(self) -> int:
+        """Bytes of a handle: the largest that one `create` may be asked for and that divides the size."""
+        geometry = self.driver.geometry()
+        units, most = self.size // geometry.granularity, (geometry.max_chunk or self.size) // geometry.granularity
+        return max(count for count in range(1, min(units, most) + 1) if units % count == 0) * geometry.granularity
 
 
 MAPPED = ("reserve", "create", "map")

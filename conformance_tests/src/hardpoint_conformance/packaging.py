@@ -111,7 +111,10 @@ def _in_fresh_interpreter(
         raise NotConformant(subject, [f"it took longer than {time_limit:g} s"]) from None
     if ended.returncode:
         raise NotConformant(subject, [f"it failed with exit code {ended.returncode}: {ended.stderr.strip()}"])
-    modules, memory_map = json.loads(ended.stdout)
+    try:
+        modules, memory_map = json.loads(ended.stdout)
+    except ValueError:
+        raise NotConformant(subject, [f"it printed to standard output: {ended.stdout[:200]!r}"]) from None
     return modules, memory_map
 
 

@@ -43,6 +43,9 @@ from hardpoint_conformance.waivers import apply_waivers, unknown
 _COUNT_MEMORY = ("test_l1", "test_l4_worker", "test_l6_memory")
 """How the names of modules begin whose tests look at how much of the device's memory is free."""
 
+_FIRST = "test_l1_driver"
+"""How the name of the module begins that is run before others of its level: what it finds makes all of them fail."""
+
 PROGRESS = "progress.jsonl"
 """File in the report's folder from which a run is resumed."""
 
@@ -287,9 +290,9 @@ def _group_runner(settings: Settings, examination: Examination, scratch: Path, j
 
 
 def divided(tests: Sequence[dict[str, Any]], *, accelerator: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the tests that no other may run beside, and the rest, both in their order."""
+    """Return the tests that no other may run beside, and the rest, both in the order in which they are run."""
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-    for test in tests:
+    for test in sorted(tests, key=lambda test: (test["level"], not test["node"].startswith(_FIRST))):
         parts[not (accelerator and test["node"].startswith(_COUNT_MEMORY))].append(test)
     return parts
 

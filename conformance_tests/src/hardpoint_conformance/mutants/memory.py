@@ -322,6 +322,15 @@ def device_waits_for_one_stream(driver: DriverTable) -> Replacements:
 
 
 @driver_fault(
+    "A stream is said to be synchronised while its copies are under way.",
+    "driver.copy.exact@1",
+    "driver.streams.order@1",
+)
+def stream_does_not_wait(driver: DriverTable) -> Replacements:
+    return {**_Engines(delay=0.01).entries(), "stream_synchronize": lambda call, stream: call(stream)}
+
+
+@driver_fault(
     "Copies are still under way when they return, and the flags say that they are not.",
     "driver.flags.host-accessible@1",
 )

@@ -212,6 +212,7 @@ def test_doctor_describes_the_backend(target: Target) -> None:
     """`hardpoint doctor --json` has a record of the backend without a fault, with its device and what it claims for it."""
     command = [sys.executable, "-m", "hardpoint.cli", "doctor", "--json", "--no-classes", "--backend", target.name]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.stdout.startswith("{"), f"standard output is not the record alone: {ended.stdout[:200]!r}"
     (record,) = json.loads(ended.stdout)["backends"]
     assert record["state"] in ("ok", "unavailable"), record["reason"]
     device = record["devices"][target.device.index]
