@@ -94,6 +94,17 @@ def release_does_nothing(driver: DriverTable) -> Replacements:
     return {"release": lambda call, handle, size: DriverStatus.OK}
 
 
+@driver_fault("A failing `create` prints what is wrong instead of leaving that to its caller.", "driver.output.none@1")
+def create_prints(driver: DriverTable) -> Replacements:
+    def create(call: Call, size: int, handle: object) -> int:
+        status = call(size, handle)
+        if status != DriverStatus.OK:
+            os.write(2, b"acme: out of memory\n")
+        return status
+
+    return {"create": create}
+
+
 @driver_fault("Copies to the device lose their last byte.", "driver.copy.exact@1")
 def copy_to_device_loses_tail(driver: DriverTable) -> Replacements:
     return {"copy_to_device": lambda call, address, host, size, stream: call(address, host, size - 1, stream)}

@@ -611,6 +611,25 @@ def test_a_failure_within_the_driver_changes_nothing(driver: InterposedDriver, e
     after.close()
 
 
+@clause("driver.output.none@1", Level.MEMORY)
+def test_nothing_is_printed(target: Target, driver: InterposedDriver, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither opening and closing nor any entry, failing ones included, writes to the process's standard output or error."""
+    assert target.descriptor.driver is not None
+    capfd.readouterr()
+    another = InterposedDriver(target.descriptor.driver(target.device))
+    another.open()
+    geometry = another.geometry()
+    for entry in another.entries:
+        if entry in PREREQUISITES:
+            DeviceMemory(another, geometry.granularity).do(*PREREQUISITES[entry], entry).close()
+    assert attempt(lambda: another.create((1 << 62) // geometry.granularity * geometry.granularity)) is None
+    another.close()
+    with pytest.raises(BackendUnavailable):
+        target.descriptor.driver(replace(target.device, index=driver.device_count()))
+    ctypes.CDLL(None).fflush(None)  # what C's own streams still hold
+    assert capfd.readouterr() == ("", "")
+
+
 @clause("driver.devices.apart@1", Level.MEMORY, facts="allocator fact 31")
 def test_devices_do_not_mix(target: Target, driver: InterposedDriver) -> None:
     """Memory of two devices is apart: each driver takes from its own, and bytes written through one are not those of the other. Where

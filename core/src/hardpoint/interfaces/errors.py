@@ -198,7 +198,8 @@ class DriverError(MemoryFault):
 
     def __init__(self, call: str, code: int, text: str, *, hint: str | None = None) -> None:
         self.call, self.code, self.text = call, code, text
-        super().__init__(f"driver call {call} failed", found=f"status {code} ({text})", hint=hint)
+        # A driver's own refusal has no code of the vendor's, and 0 would read as success.
+        super().__init__(f"driver call {call} failed", found=f"status {code} ({text})" if code else text, hint=hint)
 
 
 class UnknownTag(MemoryFault, ValueError):
