@@ -257,6 +257,7 @@ def test_many_cycles_grow_nothing(pool: TrackedPool, target: FaultTarget, tier: 
 def test_sleeping_memory_is_there_for_another_process(tmp_path: Path) -> None:
     """Fact 27: the operating system counts it as available, and another process takes it."""
     program = """
+    import subprocess
     size = 256 << 20
     pool = VirtualPool(driver_table())
     address = pool.allocate(size, "weights")
@@ -277,12 +278,8 @@ def test_sleeping_memory_is_there_for_another_process(tmp_path: Path) -> None:
             break
         pool.wake()
     print(gained > size // 2)
-    child = os.fork()
-    if child == 0:
-        taken = bytearray(size)
-        taken[::4096] = b"x" * (size // 4096)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    taking = "taken = bytearray(%d); taken[::4096] = b'x' * %d" % (size, size // 4096)
+    subprocess.run([sys.executable, "-S", "-c", taking], check=True)
     pool.wake()
     assert pool.read(address, 8) == b"abcdefgh"
     """

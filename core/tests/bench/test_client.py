@@ -73,7 +73,7 @@ def test_a_call_of_a_tool_is_a_part_too(endpoint: Endpoint) -> None:
         ("unended", "broken_off", "[DONE]"),
         ("failing", "error_event", "a step failed"),
         ("babbling", "malformed_event", ""),
-        ("silent", "timeout", ""),
+        ("silent", "timeout", "0.3 s"),
     ],
 )
 def test_failures_are_told_apart(endpoint: Endpoint, model: str, kind: str, said: str) -> None:
@@ -105,6 +105,21 @@ def test_an_address_that_is_none(url: str) -> None:
             Client(url, chat=False, key=None, timeout=None)
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http://127.0.0.1:99999", "http://127.0.0.1:x"])
+def test_an_address_that_cannot_be_read(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        Client(url, chat=False, key=None, timeout=None)
+
+
+@pytest.mark.parametrize("url", ["http://" + "a" * 64, "http://a..b"])
+def test_an_address_that_leads_nowhere(url: str) -> None:
+    async def whole() -> str:
+        async with Client(url, chat=False, key=None, timeout=60.0) as client:
+            return (await client.ask(b"{}")).error or ""
+
+    assert asyncio.run(whole()) == "no_connection"
 
 
 class Waiting:

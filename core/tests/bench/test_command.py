@@ -59,6 +59,22 @@ def test_chat_and_tables(capsys: pytest.CaptureFixture[str], endpoint: Endpoint)
     assert all(f"{name} " in out for name in ("time to first token", "inter-token latency", "p95"))
 
 
+def test_an_infinite_rate_is_all_at_once_and_the_report_is_json(
+    capsys: pytest.CaptureFixture[str], endpoint: Endpoint
+) -> None:
+    code, out, _ = run(capsys, endpoint, "--request-rate", "inf", "--num-requests", "2", "--output-len", "1", "--json")
+    report = json.loads(out, parse_constant=pytest.fail)
+    assert (code, report["succeeded"], report["settings"]["request_rate"]) == (0, 2, None)
+
+
+def test_tokens_that_the_server_does_not_count_are_told(capsys: pytest.CaptureFixture[str], endpoint: Endpoint) -> None:
+    options = ["--num-requests", "2", "--warmup", "0", "--output-len", "1", "--json"]
+    for model, uncounted in (("uncounted", 2), ("steady", 0)):
+        _, out, err = run(capsys, endpoint, "--model", model, *options)
+        assert json.loads(out)["uncounted"] == uncounted
+        assert ("did not count the tokens of 2 answers" in err) == bool(uncounted)
+
+
 def test_failed_requests_are_counted_by_kind_and_in_the_exit_code(
     capsys: pytest.CaptureFixture[str], endpoint: Endpoint
 ) -> None:
@@ -81,6 +97,10 @@ def test_failed_requests_are_counted_by_kind_and_in_the_exit_code(
         (["--plot", "/nowhere/times.svg"], "--plot"),
         (["--extra-body", "[1]"], "--extra-body"),
         (["--extra-body", "{"], "--extra-body"),
+        (["--extra-body", '{"top_p": 1e999}'], "--extra-body"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--burstiness", "inf"], "--burstiness"),
+        (["--goodput", "ttft:1", "--goodput", "ttft:2"], "--goodput"),
         (["--concurrency", "0"], "--concurrency"),
     ],
 )

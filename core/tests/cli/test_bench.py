@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hardpoint.cli.bench_parts import show
+
 
 def test_throughput_reports_rates_and_percentiles(hp: Any, llms: Any) -> None:
     arguments = ["--num-prompts", "10", "--input-len", "3:9", "--output-len", "2", "--warmup", "1", "--json"]
@@ -52,6 +54,19 @@ def test_tables_name_the_backend_and_its_simulation(hp: Any) -> None:
     out = hp("bench", "latency", "-m", "demo", "--input-len", "8", "--output-len", "4", "--iterations", "1").out
     assert "acme (Acme One, simulated)" in " ".join(out.split())
     assert "time to first token" in out
+
+
+def test_no_figure_of_a_table_is_cut_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    times = {
+        name: 12345.6789 + number for number, name in enumerate(("mean", "p50", "p90", "p95", "p99", "min", "max"))
+    }
+    show(
+        {"requests_per_second": 1234567.89, "end_to_end_seconds": times, "ttft_seconds": times}, False, "a title " * 10
+    )
+    out = capsys.readouterr().out
+    assert "1,234,567.89" in out
+    assert all(f"{value * 1e3:,.1f}" in out for value in times.values())
 
 
 @pytest.mark.parametrize("length", ["x", "0", "9:3", "3:", "-1", "1:9999999999"])

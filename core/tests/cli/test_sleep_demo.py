@@ -61,6 +61,7 @@ class Sleeper:
 
 def test_each_cycle_is_measured_and_the_table_shows_it(hp: Any, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(Sleeper(monkeypatch))
+    monkeypatch.setenv("COLUMNS", "50")  # no figure is cut off for it
     result = hp("sleep-demo", "-m", "demo", "-p", "hello", "--cycles", "2")
     assert result.code == 0
     assert "acme (Acme One, simulated)" in result.out

@@ -202,6 +202,7 @@ def test_a_signal_while_waiting_is_an_interrupt_and_answers_are_not_mixed_up(mak
     assert run_step(executor, step([5, 6], 32, table=table)).token_ids.tolist() == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12 on: it has threads
 def test_a_forked_child_cannot_use_the_ranks(pair: RemoteExecutor) -> None:
     child = os.fork()
     if child == 0:

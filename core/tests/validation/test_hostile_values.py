@@ -82,6 +82,10 @@ def hostile() -> list[Any]:
     return [*numbers, *texts, *containers, *mappings, *foreign, *objects]
 
 
+def values(made: Validated) -> dict[str, object]:
+    return {field.name: getattr(made, field.name) for field in fields(made)}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_every_field_of_every_settings_class(kind: type[Validated]) -> None:
     accepted = 0
@@ -93,8 +97,9 @@ def test_every_field_of_every_settings_class(kind: type[Validated]) -> None:
                 str(error).encode()
             else:
                 accepted += 1
-                kept = {field.name: getattr(made, field.name) for field in fields(kind)}  # type: ignore[arg-type]
-                assert kind(**kept) == made, name
+                kept = values(made)
+                # Not the objects: from Python 3.13 on they compare their fields by `==`, and NaN is not itself.
+                assert values(kind(**kept)) == kept, name
     assert accepted > 0
 
 

@@ -15,6 +15,7 @@ class Answer:
         prompt_tokens, output_tokens: as the server counts them; where it does not, 0 and the parts with text.
         error: kind of the failure; None where the answer is whole.
         detail: of the failure.
+        is_counted: the server said how many tokens there were.
     """
 
     started: float
@@ -24,6 +25,7 @@ class Answer:
     output_tokens: int = 0
     error: str | None = None
     detail: str = ""
+    is_counted: bool = True
 
     @property
     def ttft(self) -> float | None:

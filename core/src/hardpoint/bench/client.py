@@ -14,7 +14,7 @@ from hardpoint.bench.answers import Answer
 from hardpoint.bench.http import BrokenOff, HttpClient, NotConnected
 from hardpoint.interfaces.errors import ConfigError
 
-_MOST_DETAIL = 300
+_MAX_DETAIL = 300
 """Characters of what a server says of an error."""
 
 
@@ -89,13 +89,13 @@ class Client:
                 "the server's address is not a URL", found=base_url, hint="Give one such as http://127.0.0.1:8000/v1"
             )
         self._base = f"{scheme}://{rest}" + ("" if "/" in rest else "/v1")
-        self._path = urlsplit(self._base).path
-        self._endpoint = f"{self._path}/{'chat/' if chat else ''}completions"
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
+            self._path = urlsplit(self._base).path
             self._http = HttpClient(self._base, headers, timeout)
         except ValueError as error:
             raise ConfigError("the API key or the address cannot be sent", found=str(error)) from error
+        self._endpoint = f"{self._path}/{'chat/' if chat else ''}completions"
 
     async def __aenter__(self) -> Self:
         return self
@@ -173,7 +173,7 @@ class _Reading:
             answer.error, answer.detail = f"http_{status}", _short(self._refusal)
             return
         if counted is None:
-            answer.output_tokens = len(answer.times)
+            answer.output_tokens, answer.is_counted = len(answer.times), False
         else:
             answer.prompt_tokens, answer.output_tokens = counted.prompt_tokens, counted.completion_tokens
         if not self._is_done and answer.error is None:
@@ -181,4 +181,4 @@ class _Reading:
 
 
 def _short(body: bytes) -> str:
-    return body[:_MOST_DETAIL].decode(errors="replace")
+    return body[:_MAX_DETAIL].decode(errors="replace")

@@ -65,14 +65,20 @@ class HttpClient:
             self._headers,
             len(body),
         )
-        async with asyncio.timeout(self._timeout):
-            try:
-                return await self._sent(self._kept() or await self._connect(), head + body, take)
-            except BrokenOff as error:
-                # The server may have closed a kept connection just then: a new one carries what was not answered.
-                if not error.is_unanswered:
-                    raise
-                return await self._sent(await self._connect(), head + body, take)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await self._answered(head + body, take)
+        except TimeoutError as error:
+            raise TimeoutError(f"no whole answer within {self._timeout:g} s") from error
+
+    async def _answered(self, message: bytes, take: Take) -> int:
+        try:
+            return await self._sent(self._kept() or await self._connect(), message, take)
+        except BrokenOff as error:
+            # The server may have closed a kept connection just then: a new one carries what was not answered.
+            if not error.is_unanswered:
+                raise
+            return await self._sent(await self._connect(), message, take)
 
     def _kept(self) -> _Connection | None:
         """Return a connection that the server has not closed meanwhile."""
@@ -96,7 +102,8 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
-        except OSError as error:
+        # UnicodeError: a label of the name is empty or too long, so it cannot be looked up.
+        except (OSError, UnicodeError) as error:
             raise NotConnected(f"{self._host}:{self._port}: {error}") from error
         return connection
 

@@ -56,7 +56,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summary(sent: Sent, objectives: Sequence[Objective]) -> dict[str, Any]:
-    """Return a run's rates and times. Answers that failed are in the counts of failures and of requests, and nowhere else."""
+    """Return a run's rates and times. Answers that failed are in the counts of failures and of requests, and nowhere else.
+
+    Of answers that are `uncounted` by the server, output tokens are parts with text, and input tokens are none.
+    """
     done = [answer for answer in sent.answers if answer.error is None]
     failed = [answer for answer in sent.answers if answer.error is not None]
     inputs = sum(answer.prompt_tokens for answer in done)
@@ -73,6 +76,7 @@ def summary(sent: Sent, objectives: Sequence[Objective]) -> dict[str, Any]:
         "client_processor_share": sent.processor_seconds / seconds,
         "input_tokens": inputs,
         "output_tokens": outputs,
+        "uncounted": sum(not answer.is_counted for answer in done),
         "requests_per_second": len(done) / seconds,
         "output_tokens_per_second": outputs / seconds,
         "total_tokens_per_second": (inputs + outputs) / seconds,

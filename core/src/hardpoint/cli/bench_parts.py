@@ -40,7 +40,8 @@ def show(report: dict[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         typer.echo(json.dumps(report))
         return
-    console = Console(highlight=False)
+    # Figures are never cut off: a line that is wider than the terminal is the terminal's to fold.
+    console = Console(highlight=False, soft_wrap=True, width=1000)
     console.print(title, markup=False)
     table = Table(box=None)
     for column in ("", "value", "unit"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -55,10 +56,11 @@ def serve(
     num_requests: Annotated[int, typer.Option(min=1, help="Requests that are counted.")] = 100,
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, one after another, not counted.")] = 1,
     request_rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Requests per second, with random gaps; without it, all at once.")
+        float | None,
+        typer.Option(min=1e-6, help="Requests per second, with random gaps; without it, or with inf, all at once."),
     ] = None,
     burstiness: Annotated[
-        float, typer.Option(min=1e-3, help="Of the gaps: 1 is Poisson's, less is burstier, more is more even.")
+        float, typer.Option(min=1e-3, max=1e6, help="Of the gaps: 1 is Poisson's, less is burstier, more is more even.")
     ] = 1.0,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Most requests in progress; further ones wait.")
@@ -108,10 +110,20 @@ def serve(
     Ctrl-C ends the run and prints what there is. The exit code is 1 where a request failed.
     """
     objectives = goodput or []
+    if len({objective.name for objective in objectives}) < len(objectives):
+        raise typer.BadParameter("a time is given twice", param_hint="--goodput")
+    if request_rate == math.inf:
+        request_rate = None
     draw = _draw_plot(plot)
     fields = {"temperature": temperature, "seed": seed, "stream": True, "stream_options": {"include_usage": True}}
     fields |= {"ignore_eos": True} if ignore_eos else {}
     fields |= _object(extra_body)
+    try:
+        json.dumps(fields, allow_nan=False)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"JSON has neither infinity nor NaN: {fields}", param_hint="--temperature, --extra-body"
+        ) from error
     generator = np.random.default_rng(seed)
     chat, count = api is Api.CHAT, num_requests + warmup
     asks = (
@@ -234,6 +246,11 @@ def _tell_more(report: dict[str, Any], *, quiet: bool) -> None:
     if report["client_processor_share"] > _BUSY_CLIENT:
         share = report["client_processor_share"]
         console.print(f"warning: this client took {share:.0%} of a processor, so its times may be its own")
+    if report["uncounted"]:
+        console.print(
+            f"warning: the server did not count the tokens of {report['uncounted']} answers: their parts with text count as output tokens, "
+            "and their prompts are not in the totals"
+        )
     if quiet:
         return
     out = Console(highlight=False, soft_wrap=True)

@@ -188,7 +188,8 @@ def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _show(report: dict[str, Any], backend: str) -> None:
-    console = Console(highlight=False)
+    # Figures are never cut off: a line that is wider than the terminal is the terminal's to fold.
+    console = Console(highlight=False, soft_wrap=True, width=1000)
     model, level = report["model"]["name"], report["settings"]["level"]
     tier = report["cycles"][0]["tier"]
     console.print(f"{model} on {backend}, sleep level {level}, tier {tier}", markup=False)

@@ -43,7 +43,7 @@ def begin_torch() -> None:
     if _torch is None and "torch" not in sys.modules:
         _torch = threading.Thread(target=_load_torch, daemon=True)
         _torch.start()
-        # A process that ends meanwhile would destroy what the libraries' initialisers are still building, and crash.
+        # If the process ended while the libraries' initialisers run, it would destroy what they are building, and crash.
         atexit.register(_torch.join)
 
 
@@ -56,7 +56,7 @@ def await_torch() -> None:
 def _load_torch() -> None:
     spec = find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
-        # It needs all the others. Where it is missing or does not load, the import says so.
+        # This library needs all the others of torch. Where it is missing or does not load, the import says so.
         load_library(str(Path(folder, "lib", "libtorch_python.so")))
 
 
@@ -70,7 +70,7 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             if not _has_frozen():
-                # All are of the oldest generation now: the first collection of the youngest would go through every one of them.
+                # Move all objects made meanwhile to the oldest generation: the next collection of the youngest would go through them.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -80,7 +80,12 @@ _found_frozen = False
 
 
 def _has_frozen() -> bool:
-    """Return whether the program has frozen objects, which are not ours to unfreeze; once found not asked again, as all are counted."""
+    """Return whether the program has frozen objects, which are not ours to unfreeze; once found not asked again, as all are counted.
+
+    Python 3.12 counts its immortal types there too; `gc.freeze` takes everything, and so the table of modules.
+    """
     global _found_frozen
-    _found_frozen = _found_frozen or gc.get_freeze_count() > 0
+    _found_frozen = _found_frozen or (
+        gc.get_freeze_count() > 0 and not any(found is sys.modules for found in gc.get_objects())
+    )
     return _found_frozen
