@@ -524,8 +524,9 @@ def sample_cases(quick: bool) -> Iterator[Case]:
 
 def sample_problem(device: torch.device, rows: int, width: int, case: str) -> Problem:
     """The tokens have to be the definition's in some rows; greedy ones torch's in all, and other ones all those of the first variant."""
-    from hardpoint.sampling import SamplingParams, reference
+    from hardpoint.sampling import SamplingParams
     from hardpoint.sampling.random import draws, stream_key
+    from hardpoint_conformance import sampling_reference
 
     temperature, top_p, top_k = SAMPLINGS[case]
     # Numbers of the host's generator, which is the same everywhere, for some rows; the device's for the others.
@@ -551,7 +552,7 @@ def sample_problem(device: torch.device, rows: int, width: int, case: str) -> Pr
     for row in range(2):
         params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=row)
         sampling = params.to_sequence_sampling(row, (0,), 0, 0, [])
-        expected.append(reference.sample_row(logits[row].cpu().numpy(), sampling, []))
+        expected.append(sampling_reference.sample_row(logits[row].cpu().numpy(), sampling, []))
     known = {"all": logits.argmax(-1)} if not temperature else {}
 
     def wrong() -> str | None:

@@ -86,7 +86,7 @@ class AllocatorSuite:
     ) -> None:
         """And not as large as the next power of two, as what torch pins."""
         before = simulator.stats().host_bytes
-        tensor = allocator.vendor_empty_host((5, 300_001), DType.INT32)
+        tensor = allocator.empty_host((5, 300_001), DType.INT32)
         assert tensor is not None
         assert (tensor.shape, tensor.dtype, tensor.device.type) == ((5, 300_001), torch.int32, "cpu")
         row = tensor.fill_(7)[3]
@@ -103,7 +103,7 @@ class AllocatorSuite:
         simulator.set("deferred", 1)
         address = allocator.native.allocate(size, "default", Policy.DISCARD)
         stream = driver.stream_create()
-        tensor = allocator.vendor_empty_host((size,), DType.UINT8)
+        tensor = allocator.empty_host((size,), DType.UINT8)
         assert tensor is not None
         driver.copy_to_device(address, tensor.fill_(7).data_ptr(), size, stream)
         del tensor
@@ -118,7 +118,7 @@ class AllocatorSuite:
     def test_more_host_memory_than_there_is_is_refused(self, allocator: VirtualAllocator, simulator: Simulator) -> None:
         before = simulator.stats().host_bytes
         with pytest.raises(HostBudgetExceeded, match="the host has room for"):
-            allocator.vendor_empty_host((1 << 50,), DType.UINT8)
+            allocator.empty_host((1 << 50,), DType.UINT8)
         assert simulator.stats().host_bytes == before
 
     def test_blocks_on_the_host_are_pinned_and_take_what_the_settings_allow(

@@ -19,6 +19,7 @@ from hardpoint.interfaces import (
     TorchPoolScope,
 )
 from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.triton.build import TorchBuild
 
 REQUEST = AttentionRequest((AttentionLayer(8, 8, 64, 0.125),), DType.BFLOAT16, DType.BFLOAT16, 16, 4096)
 
@@ -51,7 +52,7 @@ class TritonClaimsSuite:
     @pytest.fixture
     def torch_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let nothing be missing that computing needs."""
-        monkeypatch.setattr(self.capabilities, "requirements", tuple)
+        monkeypatch.setattr(TorchBuild, "requirements", lambda build: ())
 
     def test_memory_works_without_torchs_build_and_every_other_part_is_refused(self, device: Device) -> None:
         backend = self.descriptor.hardpoint_backend()

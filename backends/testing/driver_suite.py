@@ -456,7 +456,7 @@ class DriverSuite:
     def test_unaligned_mapping_is_refused_before_the_vendor_sees_it(self, memory: DeviceMemory) -> None:
         memory.do("reserve", "create")
         with pytest.raises(DriverError, match="is not a positive multiple of the granularity"):
-            memory.driver.map(memory.address + 512, SIZE, memory.handle)
+            memory.driver.map(memory.address + 512, SIZE, memory.handles[0])
         with pytest.raises(DriverError, match="is not a positive multiple of the granularity"):
             memory.driver.unmap(memory.address, SIZE - 1)
 

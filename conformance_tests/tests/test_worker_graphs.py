@@ -118,7 +118,7 @@ def model() -> Model:
 
 @contextmanager
 def serving(model: Model, target: Target | None = None, **changes: Any) -> Iterator[WorkerBench]:
-    """A worker of the graphed backend over the lean decoder, up to eight sequences in a step."""
+    """A worker of the graphed backend over the modules, up to eight sequences in a step."""
     Recorder.replays.clear()
     with running(target or graphed(), model, **{"use_fused_decoder": False, "swapped": 512, **changes}) as bench:
         yield bench

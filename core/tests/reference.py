@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hardpoint.interfaces import (
     AttentionBackend,
@@ -27,10 +29,9 @@ from hardpoint.interfaces import (
     Policy,
     Refusal,
     StepBatch,
-    TagStats,
 )
-from hardpoint.interfaces.allocator import BUFFERS, DEFAULT, WEIGHTS
-from hardpoint.memory import TensorAllocator
+from hardpoint.interfaces.allocator import DEFAULT
+from hardpoint.memory import Accounting, TensorAllocator
 
 _FLOATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
@@ -174,10 +175,11 @@ def attend(
 
 
 class PlainAllocator(TensorAllocator):
-    """Host memory from `torch.empty`; counts bytes by tag, never sleeps."""
+    """Host memory of torch's own, with books; it never sleeps, and remembers every tensor by its address."""
 
     def __init__(self) -> None:
-        self._bytes: dict[str, list[int]] = {}
+        self._books = Accounting()
+        self._homes: dict[int, str] = {}
 
     def capabilities(self) -> MemoryCapabilities:
         return MemoryCapabilities()
@@ -190,47 +192,27 @@ class PlainAllocator(TensorAllocator):
         policy: Policy = Policy.PRESERVE,
         max_rows: int | None = None,
     ) -> Tensor:
-        return self._counted(torch.empty(tuple(shape), dtype=dtype.to_torch()), tag)
-
-    def materialise(self, module: nn.Module, tag: str = WEIGHTS) -> None:
-        self._place(module, tag, lambda old: torch.empty(old.shape, dtype=old.dtype) if old.is_meta else old)
-
-    def adopt(self, module: nn.Module, tag: str = WEIGHTS) -> None:
-        self._place(module, tag, torch.clone)
+        home = np.zeros(prod(shape) * dtype.itemsize, np.uint8)
+        tensor = torch.from_numpy(home).view(dtype.to_torch()).view(tuple(shape))
+        self._books.add(tag, home.nbytes)
+        weakref.finalize(home, self._books.remove, tag, home.nbytes)
+        self._homes[tensor.untyped_storage().data_ptr()] = tag
+        return tensor
 
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> Any:
-        @contextmanager
-        def nothing() -> Iterator[None]:
-            yield
-
-        return nothing()
+        return nullcontext()
 
     def stats(self) -> MemoryStats:
-        tags = {tag: TagStats(sum(sizes), sum(sizes), 0, len(sizes)) for tag, sizes in self._bytes.items()}
-        return MemoryStats(tags, sum(tag.allocated for tag in tags.values()))
+        return self._books.stats()
 
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(1 << 34, 1 << 34)
 
     def close(self) -> None:
-        self._bytes.clear()
+        pass
 
-    def _counted(self, tensor: Tensor, tag: str) -> Tensor:
-        self._bytes.setdefault(tag, []).append(tensor.nbytes)
-        return tensor
-
-    def _place(self, module: nn.Module, tag: str, make: Any) -> None:
-        moved: dict[int, Any] = {}
-        for owner in module.modules():
-            for name, old in [*owner._parameters.items(), *owner._buffers.items()]:
-                if old is None:
-                    continue
-                is_parameter = name in owner._parameters
-                if id(old) not in moved:
-                    temporary = name in owner._non_persistent_buffers_set
-                    new = self._counted(make(old.detach()), BUFFERS if temporary else tag)
-                    moved[id(old)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
-                (owner._parameters if is_parameter else owner._buffers)[name] = moved[id(old)]
+    def vendor_tag_of(self, tensor: Tensor) -> str | None:
+        return self._homes.get(tensor.untyped_storage().data_ptr())
 
 
 def step_batch(

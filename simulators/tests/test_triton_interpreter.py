@@ -35,9 +35,10 @@ def test_unavailable_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_device_is_simulated_and_names_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", without())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv("HARDPOINT_ATTENTION", raising=False)
     (device,) = descriptor.probe().devices
     assert device.simulated
-    assert device.properties["attention kernels"].startswith("triton (")
+    assert descriptor.capabilities(device).notes == ("attention: triton (Hardpoint's own kernels)",)
 
 
 def test_it_is_the_last_choice_and_has_no_worker() -> None:

@@ -46,7 +46,7 @@ FOR_BACKENDS = frozenset({"interfaces", "memory", "triton", "worker", "layers", 
 """What a backend may import of the core; layers and models are what a fused program recognises."""
 
 FOR_SUITE = FOR_BACKENDS | {"plugins", "sampling"}
-"""What the conformance suite may import of the core; the contract of kernel sets names the definition of sampling."""
+"""What the conformance suite may import of the core; the definition of sampling is over its parameters."""
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:

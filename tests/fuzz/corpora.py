@@ -14,7 +14,7 @@ from . import configurations, models, requests
 from .batches import Prepare
 
 # A template that computes for ever is one case of many.
-chat_template.MOST_SECONDS = 0.1
+chat_template.MAX_SECONDS = 0.1
 
 CORPORA: dict[str, Prepare] = {
     "models": models.prepare,

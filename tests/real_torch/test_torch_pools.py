@@ -430,7 +430,7 @@ def test_tensors_may_be_freed_while_asleep(machine: Any, allocator: Any) -> None
     allocator.sleep(SleepPlan())
     del freed
     gc.collect()
-    allocator.vendor_trim()
+    allocator.trim()
     assert allocator.stats().tags[WEIGHTS].allocated == 32 * MIB
     allocator.wake()
     assert machine.used() - before == 32 * MIB
@@ -457,7 +457,7 @@ def test_segments_without_tensors_go_back(machine: Any, allocator: Any) -> None:
     del temporary
     gc.collect()
     assert machine.used() - before == 96 * MIB
-    allocator.vendor_trim()
+    allocator.trim()
     assert machine.used() - before == 32 * MIB
     with allocator.pool(WEIGHTS):
         again = segment(machine, 64)
@@ -468,7 +468,7 @@ def test_segments_without_tensors_go_back(machine: Any, allocator: Any) -> None:
     assert content(kept) == [1]
     del kept
     gc.collect()
-    allocator.vendor_trim()
+    allocator.trim()
     assert machine.used() == before
 
 

@@ -26,7 +26,7 @@ from hardpoint.interfaces import (
     WorkerContext,
 )
 from hardpoint.interfaces.errors import CapabilityRefused
-from hardpoint.worker.model_runner import dummy_batch
+from hardpoint.worker.dummy_batches import dummy_batch
 from hardpoint_conformance.tiny_model import Model, Shape, tiny_model
 from hardpoint_conformance.worker_bench import sleep, wake
 
@@ -202,7 +202,7 @@ def test_engine_refuses_what_attention_does_not_do_with_all_reasons(
 
 
 def test_memory_of_captured_work_sleeps_and_stays_until_it_is_closed(machine: Any, allocator: Any) -> None:
-    pool = allocator.vendor_graph_pool(GRAPHS)
+    pool = allocator.graph_pool(GRAPHS)
     with pool.allocating():
         tensor = torch.empty(48 * MIB - 512, dtype=torch.uint8, device=machine.devices[0].torch_device)
     tensor.copy_(torch.full(tensor.shape, 7, dtype=torch.uint8))
@@ -213,7 +213,7 @@ def test_memory_of_captured_work_sleeps_and_stays_until_it_is_closed(machine: An
     allocator.wake()
     assert (tensor.data_ptr(), tensor.cpu().unique().tolist()) == (address, [7])
     del tensor
-    allocator.vendor_trim()
+    allocator.trim()
     assert pool.mapped_bytes() == mapped
     pool.close()
     assert allocator.stats().tags[GRAPHS].allocated == 0

@@ -238,7 +238,7 @@ class SimulatedAllocator(TorchPoolAllocator):
     def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> Any:
         return factory_call_pool(self, tag, policy)
 
-    def vendor_graph_pool(self, tag: str) -> Any:
+    def graph_pool(self, tag: str) -> Any:
         return GraphPool(self, tag)
 
 

@@ -1,4 +1,4 @@
-// Sampling of tokens from rows of logits, as hardpoint.sampling.reference defines it, and log probabilities.
+// Sampling of tokens from rows of logits, as hardpoint_conformance.sampling_reference defines it, and log probabilities.
 //
 // A row's result depends on that row alone: weights are integers, so sums do not depend on how a row is cut.
 #pragma once

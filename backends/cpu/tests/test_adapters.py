@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from hardpoint.interfaces import AdapterRows, AdapterWeights
-from hardpoint_cpu import _native
 from hardpoint_cpu.adapters import add_adapters
 from hardpoint_cpu.decoder import InvalidOperand
-
-
-@pytest.fixture(params=_native.available_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.set_isa(request.param)
-    yield request.param
-    _native.set_isa(before)
 
 
 def adapters(

@@ -6,8 +6,6 @@ largest of its block that is no outlier of its row, and float32 sums of the bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import gguf
 import numpy as np
 import pytest
@@ -28,13 +26,7 @@ NUMBERS = {BlockFormat.Q4_1: 4, BlockFormat.Q5_1: 4, BlockFormat.Q4_K: 16, Block
 SILU_MUL, ARG_MAX = 2, 4
 
 
-@pytest.fixture(params=_native.available_isas(), autouse=True)
-def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    isa, threads = _native.isa(), _native.num_threads()
-    _native.set_isa(request.param)
-    yield
-    _native.set_isa(isa)
-    _native.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def ggml(format: BlockFormat, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:

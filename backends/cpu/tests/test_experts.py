@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -17,13 +16,7 @@ SILU, GELU_TANH, CLAMPED_SWIGLU = 2, 3, 5
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
-@pytest.fixture(params=_native.available_isas(), autouse=True)
-def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    isa, threads = _native.isa(), _native.num_threads()
-    _native.set_isa(request.param)
-    yield
-    _native.set_isa(isa)
-    _native.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,13 +15,7 @@ SHAPES = [(1, 1), (16, 2), (17, 33), (48, 64), (100, 7), (130, 129), (321, 40)]
 ROW_COUNTS = [1, 2, 3, 5, 8, 9, 12, 13, 31, 70]
 
 
-@pytest.fixture(params=_native.available_isas(), autouse=True)
-def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    isa, threads = _native.isa(), _native.num_threads()
-    _native.set_isa(request.param)
-    yield
-    _native.set_isa(isa)
-    _native.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

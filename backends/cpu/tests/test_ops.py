@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hardpoint.interfaces import Activation
-from hardpoint_cpu import _native
 from hardpoint_cpu.descriptor import hardpoint_backend
 from hardpoint_cpu.kernels import CpuKernels
 
@@ -23,12 +22,7 @@ ACTIVATED = {
 }
 
 
-@pytest.fixture(params=_native.available_isas(), autouse=True)
-def _isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    isa = _native.isa()
-    _native.set_isa(request.param)
-    yield
-    _native.set_isa(isa)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hardpoint.triton.build import TorchBuild
 from hardpoint_cuda import capabilities, descriptor
 from hardpoint_simulators import library
 
@@ -59,7 +60,7 @@ class TestCudaProbe(ProbeSuite):
     ) -> None:
         monkeypatch.setenv(descriptor.DRIVER_VARIABLE, str(library("cuda")))
         monkeypatch.setenv("HARDPOINT_SIM_VERSION", str(driver))
-        monkeypatch.setattr(capabilities, "requirements", tuple)
+        monkeypatch.setattr(TorchBuild, "requirements", lambda build: ())
         monkeypatch.setattr(capabilities, "torch_platform_version", lambda name: toolkit)
         found = descriptor.probe()
         assert len(found.devices) == 1
@@ -73,6 +74,6 @@ class TestCudaProbe(ProbeSuite):
         self, build: Build, monkeypatch: pytest.MonkeyPatch, major: int, obstacle: str
     ) -> None:
         build(DRIVER.replace("attribute == 75 ? 9 : 0", f"attribute == 75 ? {major} : 0"))
-        monkeypatch.setattr(capabilities, "requirements", tuple)
+        monkeypatch.setattr(TorchBuild, "requirements", lambda build: ())
         found = descriptor.probe()
         assert (len(found.devices), found.reason) == (1, obstacle)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hardpoint.triton.build import TorchBuild
 from hardpoint_rocm import capabilities, descriptor
 from hardpoint_rocm.libraries import DRIVER_VARIABLE
 
@@ -57,13 +58,13 @@ class TestRocmProbe(ProbeSuite):
         self, build: Build, monkeypatch: pytest.MonkeyPatch, lanes: int, obstacle: str
     ) -> None:
         build(DRIVER.replace("? 64 :", f"? {lanes} :"))
-        monkeypatch.setattr(capabilities, "requirements", tuple)
+        monkeypatch.setattr(TorchBuild, "requirements", lambda build: ())
         found = descriptor.probe()
         assert (len(found.devices), found.reason) == (1, obstacle)
 
     def test_device_without_virtual_memory_is_the_reason(self, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
         build(DRIVER.replace("attribute == 89", "0"))
-        monkeypatch.setattr(capabilities, "requirements", tuple)
+        monkeypatch.setattr(TorchBuild, "requirements", lambda build: ())
         found = descriptor.probe()
         assert len(found.devices) == 1
         assert "has no virtual memory management (ROCm 7.0 says so of some MI300X)" in found.reason

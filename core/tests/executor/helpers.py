@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from hardpoint.executor import Executor
-from hardpoint.interfaces import StepInput, StepOutput
+from hardpoint.interfaces import MemoryReport, SleepPlan, StepInput, StepOutput, WakePlan
 
 REPORTED_WITHIN = 45.0
 """Seconds within which the end of a rank is an error of the call under way: below what calls may take, and enough on a loaded machine."""
@@ -48,3 +48,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 def sums(table: Any, rows: list[int], blocks: int) -> list[int]:
     """Return the tokens of a fake worker's step."""
     return [int(table[row, :blocks].sum()) for row in rows]
+
+
+class RanksWithoutSteps(Executor):
+    """Ranks that sleep and wake, and compute nothing here."""
+
+    def submit(self, step: StepInput) -> None:
+        raise AssertionError("nothing is computed here")
+
+    def collect(self) -> StepOutput:
+        raise AssertionError("nothing is computed here")
+
+    def shutdown(self) -> None:
+        pass
+
+    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
+        return self.change(plan)
+
+    def wake(self, tags: Iterable[str] | None = None) -> list[MemoryReport]:
+        return self.change(WakePlan(None if tags is None else frozenset(tags)))

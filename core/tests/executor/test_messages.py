@@ -80,7 +80,7 @@ MODEL = ModelInfo(
         KVCacheSpec(2, 16, 3, 64, DType.BFLOAT16, ("kv", "head", "block", "token", "dim")),
         notes=("a", "b"),
     ),
-    path="lean",
+    path="modules",
     is_generative=False,
 )
 REPORT = MemoryReport(

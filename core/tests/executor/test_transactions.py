@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -11,16 +10,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from hardpoint.executor import Executor, InProcessExecutor
+from core.tests.executor.helpers import RanksWithoutSteps
+from hardpoint.executor import InProcessExecutor
 from hardpoint.interfaces.allocator import (
     MemoryChange,
     MemoryReport,
     MemoryStats,
     MemoryTransaction,
     SleepPlan,
-    WakePlan,
 )
-from hardpoint.interfaces.batch import StepInput, StepOutput
 from hardpoint.interfaces.errors import (
     ConfigError,
     DriverError,
@@ -93,27 +91,12 @@ class Rank:
         return WorkerStatus(MemoryStats({}, 0))
 
 
-class Ranks(Executor):
+class Ranks(RanksWithoutSteps):
     """Ranks in one thread; `interrupt` is (call, how many ranks hear of it before the wait for the answers is interrupted)."""
 
     def __init__(self, count: int) -> None:
         self.ranks = [Rank() for _ in range(count)]
         self.interrupt: tuple[str, int] | None = None
-
-    def submit(self, step: StepInput) -> None:
-        raise AssertionError("nothing is computed here")
-
-    def collect(self) -> StepOutput:
-        raise AssertionError("nothing is computed here")
-
-    def shutdown(self) -> None:
-        pass
-
-    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
-        return self.change(plan)
-
-    def wake(self, tags: Iterable[str] | None = None) -> list[MemoryReport]:
-        return self.change(WakePlan(None if tags is None else frozenset(tags)))
 
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         outcomes: list[Any] = []

@@ -3,63 +3,14 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Sequence
-from math import prod
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from reference import PlainAllocator
 from torch import nn
 
-from hardpoint.interfaces import BUFFERS, DEFAULT, WEIGHTS, DType, MemoryInfo, MemoryStats, Policy
-from hardpoint.interfaces.capabilities import MemoryCapabilities
-from hardpoint.memory import Accounting, TensorAllocator
-
-
-class PlainAllocator(TensorAllocator):
-    """Torch's own memory, with books; every tensor is remembered by address."""
-
-    def __init__(self) -> None:
-        self.books = Accounting()
-        self.homes: dict[int, str] = {}
-
-    def capabilities(self) -> MemoryCapabilities:
-        return MemoryCapabilities()
-
-    def empty(
-        self,
-        shape: Sequence[int],
-        dtype: DType,
-        tag: str = DEFAULT,
-        policy: Policy = Policy.PRESERVE,
-        max_rows: int | None = None,
-    ) -> torch.Tensor:
-        home = np.zeros(prod(shape) * dtype.itemsize, np.uint8)
-        tensor = torch.from_numpy(home).view(dtype.to_torch()).view(tuple(shape))
-        self.books.add(tag, home.nbytes)
-        weakref.finalize(home, self.books.remove, tag, home.nbytes)
-        self.homes[tensor.untyped_storage().data_ptr()] = tag
-        return tensor
-
-    def pool(self, tag: str, policy: Policy = Policy.PRESERVE) -> Any:
-        raise NotImplementedError
-
-    def resize(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def stats(self) -> MemoryStats:
-        return self.books.stats()
-
-    def memory_info(self) -> MemoryInfo:
-        return MemoryInfo(0, 0)
-
-    def close(self) -> None:
-        pass
-
-    def vendor_tag_of(self, tensor: torch.Tensor) -> str | None:
-        return self.homes.get(tensor.untyped_storage().data_ptr())
+from hardpoint.interfaces import BUFFERS, WEIGHTS
+from hardpoint.memory import Accounting
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hardpoint.models.chat_template import MOST_SECONDS, TemplateTakesTooMuch, render
+from hardpoint.models.chat_template import MAX_SECONDS, TemplateTakesTooMuch, render
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <brief> & kind.\n"},
@@ -104,11 +104,11 @@ def test_a_template_that_would_build_gigabytes_is_refused_before(template: str) 
     start = time.thread_time()
     with pytest.raises(TemplateTakesTooMuch, match="builds more than"):
         render(template, MESSAGES)
-    assert time.thread_time() - start < MOST_SECONDS
+    assert time.thread_time() - start < MAX_SECONDS
 
 
 @pytest.mark.parametrize("template", ENDLESS, ids=["loops", "calls"])
 def test_a_template_that_does_not_end_is_ended(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hardpoint.models.chat_template.MOST_SECONDS", 0.2)
+    monkeypatch.setattr("hardpoint.models.chat_template.MAX_SECONDS", 0.2)
     with pytest.raises(TemplateTakesTooMuch, match=r"computes for more than 0\.2 s"):
         render(template, MESSAGES)

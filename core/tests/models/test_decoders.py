@@ -11,7 +11,7 @@ from tiny_models import (
     ALTERNATING,
     FALLBACK,
     HYBRIDS,
-    LEAN,
+    NATIVE,
     PICTURES,
     VARIANTS,
     Runner,
@@ -23,22 +23,23 @@ from tiny_models import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hardpoint.interfaces import DType
+from hardpoint.interfaces import DType, Refusal
 from hardpoint.interfaces.errors import UnsupportedArchitecture
+from hardpoint.models import ModelSource
 
 
-@pytest.mark.parametrize("name", [*LEAN, *VARIANTS])
+@pytest.mark.parametrize("name", [*NATIVE, *VARIANTS])
 def test_lean_decoder_equals_transformers(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **VARIANTS}[name]
+    kind, options = {**NATIVE, **VARIANTS}[name]
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
     _, model, plan, attention = open_and_load(tmp_path)
-    assert model.path == "lean"
+    assert model.path == "modules"
     assert_equals_transformers(reference, Runner(model, plan, attention))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_mixers_have_the_activation_that_the_configuration_says(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     setting = "mamba_hidden_act" if name == "nemotron-h" else "hidden_act"
     reference = save_tiny(tmp_path, tiny_config(kind, **{**options, setting: "gelu_new"}))
     _, model, plan, attention = open_and_load(tmp_path)
@@ -46,7 +47,7 @@ def test_mixers_have_the_activation_that_the_configuration_says(name: str, tmp_p
 
 
 def test_nemotron_h_has_a_head_of_its_own_whatever_it_says(tmp_path: Path) -> None:
-    kind, options = LEAN["nemotron-h"]
+    kind, options = NATIVE["nemotron-h"]
     reference = save_tiny(tmp_path, tiny_config(kind, **{**options, "tie_word_embeddings": True}))
     _, model, plan, attention = open_and_load(tmp_path)
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=2)
@@ -90,18 +91,18 @@ OTHER_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddi
     ],
 )
 def test_settings_count_where_transformers_reads_them(name: str, change: dict[str, Any], tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     save_tiny(tmp_path, tiny_config(kind, **options))
     edit_config(tmp_path, **change)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     _, model, plan, attention = open_and_load(tmp_path)
-    assert model.path == "lean"
+    assert model.path == "modules"
     assert_equals_transformers(reference.eval(), Runner(model, plan, attention))
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo"])
 def test_attention_to_both_sides_is_never_computed_as_causal(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     save_tiny(tmp_path, tiny_config(kind, **options))
     edit_config(tmp_path, is_causal=False)
     with pytest.raises(UnsupportedArchitecture, match="its attention is not causal"):
@@ -129,10 +130,13 @@ def test_of_a_model_that_takes_pictures_transformers_code_runs_the_language_mode
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
-def test_a_lean_family_also_runs_through_transformers(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+def test_a_native_family_also_runs_through_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelSource, "describe", lambda source, dtype: Refusal(("as of no family",)))
+    kind, options = NATIVE[name]
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
-    _, model, plan, attention = open_and_load(tmp_path, use_lean_decoder=False)
+    _, model, plan, attention = open_and_load(tmp_path)
     assert model.path == "transformers"
     assert_equals_transformers(reference, Runner(model, plan, attention))
 
@@ -146,7 +150,7 @@ def test_feed_forward_biases_fall_back_to_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_argmax_and_hidden_agree_with_logits(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
     _, model, plan, attention = open_and_load(tmp_path)
     results = {
@@ -161,7 +165,7 @@ def test_argmax_and_hidden_agree_with_logits(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
     _, model, plan, attention = open_and_load(tmp_path, dtype=DType.BFLOAT16)
     logits = Runner(model, plan, attention).step([(0, list(range(3, 23)))])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import LEAN, describe, tiny_config
+from tiny_models import NATIVE, describe, tiny_config
 from transformers import AutoConfig
 
 from hardpoint.interfaces import DType
@@ -21,7 +21,7 @@ ARCHITECTURES = {"llama": "Llama", "gemma2": "Gemma2", "granite": "Granite", "mi
 
 
 def description(name: str, **changes: Any) -> ModelDescription:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     found = describe(f"{ARCHITECTURES[name]}ForCausalLM", tiny_config(kind, **{**options, **changes}))
     assert isinstance(found, ModelDescription), found
     return found

@@ -95,7 +95,7 @@ def test_every_architecture_runs_as_the_model_it_came_from(name: str, tmp_path: 
     reference = _write(tmp_path / "model.gguf", name, gguf.GGMLQuantizationType.F32)
     source, model, plan, attention = open_and_load(tmp_path / "model.gguf")
     assert source.architecture == type(reference).__name__
-    assert model.path == "lean"
+    assert model.path == "modules"
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=5)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import LEAN, LLAMA4
+from tiny_models import LLAMA4, NATIVE
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import HardpointError, ModelError
@@ -119,17 +119,17 @@ def test_every_value_of_a_configuration(config: dict[str, Any], tmp_path: Path) 
 
 
 OWN_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "LfmOfBefore": ("Lfm2ForCausalLM", {**LEAN["lfm2"][1], "full_attn_idxs": [1], "block_ff_dim": 80}),
-    "Qwen3Next": ("Qwen3NextForCausalLM", LEAN["qwen3-next"][1]),
+    "LfmOfBefore": ("Lfm2ForCausalLM", {**NATIVE["lfm2"][1], "full_attn_idxs": [1], "block_ff_dim": 80}),
+    "Qwen3Next": ("Qwen3NextForCausalLM", NATIVE["qwen3-next"][1]),
     "GraniteHybrid": (
         "GraniteMoeHybridForCausalLM",
-        {**LEAN["granite-hybrid"][1], "mamba_n_heads": 8, "time_step_limit": [0.0, math.inf]},
+        {**NATIVE["granite-hybrid"][1], "mamba_n_heads": 8, "time_step_limit": [0.0, math.inf]},
     ),
-    "FalconH1": ("FalconH1ForCausalLM", LEAN["falcon-h1"][1]),
-    "NemotronH": ("NemotronHForCausalLM", {**LEAN["nemotron-h"][1], "num_hidden_layers": 4}),
+    "FalconH1": ("FalconH1ForCausalLM", NATIVE["falcon-h1"][1]),
+    "NemotronH": ("NemotronHForCausalLM", {**NATIVE["nemotron-h"][1], "num_hidden_layers": 4}),
     "NemotronOfBefore": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-", "n_groups": 1}),
-    "DeepseekV3": ("DeepseekV3ForCausalLM", {**LEAN["deepseek-v3"][1], "num_nextn_predict_layers": 1}),
-    "DeepseekV2": ("DeepseekV2ForCausalLM", LEAN["deepseek-v2"][1]),
+    "DeepseekV3": ("DeepseekV3ForCausalLM", {**NATIVE["deepseek-v3"][1], "num_nextn_predict_layers": 1}),
+    "DeepseekV2": ("DeepseekV2ForCausalLM", NATIVE["deepseek-v2"][1]),
     "Llama4": ("Llama4ForCausalLM", LLAMA4),
 }
 """Configurations with names of their own: architecture, and what it adds to the usual shape."""

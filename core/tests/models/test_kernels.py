@@ -1,4 +1,4 @@
-"""A kernel set's fused decoder gets the model's weights and steps; its single operators serve the lean decoder."""
+"""A kernel set's fused decoder gets the model's weights and steps; its single operators serve the modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference import PlainAllocator
 from safetensors.torch import load_file
-from tiny_models import BLOCK, LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+from tiny_models import BLOCK, NATIVE, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -190,11 +190,11 @@ def test_a_whole_update_loads_every_fused_weight_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma2"])
 def test_a_refused_fused_decoder_leaves_its_operators_to_the_lean_one(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     reference = save_tiny(tmp_path, tiny_config(kind, **options))
     kernels = TorchKernels()
     _, model, plan, attention = open_and_load(tmp_path, kernels=kernels)
-    assert (model.path, len(kernels.requests)) == ("lean", 1)
+    assert (model.path, len(kernels.requests)) == ("modules", 1)
     assert_equals_transformers(reference, Runner(model, plan, attention), steps=3)
     assert {"rotary", "gated_activation"} <= set(kernels.calls)
     # Gemma's norms keep float32 weights, which the contract's operators do not take.
@@ -205,7 +205,7 @@ def test_the_fused_decoder_can_be_passed_over(tmp_path: Path) -> None:
     save_tiny(tmp_path, tiny_config("llama"))
     kernels = FusingKernels()
     _, model, _, _ = open_and_load(tmp_path, kernels=kernels, use_fused_decoder=False)
-    assert model.path == "lean"
+    assert model.path == "modules"
     assert kernels.requests == []
 
 
@@ -213,9 +213,9 @@ def test_dummy_weights_reach_every_way_of_running_alike(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
     kernels = FusingKernels()
     open_and_load(tmp_path, kernels=kernels, load_format="dummy", seed=9)
-    _, lean, _, _ = open_and_load(tmp_path, load_format="dummy", seed=9)
+    _, native, _, _ = open_and_load(tmp_path, load_format="dummy", seed=9)
     for name, weight in kernels.program.weights.items():
-        assert torch.equal(weight, lean._model.get_parameter(name)), name
+        assert torch.equal(weight, native._model.get_parameter(name)), name
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:

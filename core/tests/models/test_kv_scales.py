@@ -76,7 +76,7 @@ def test_scales_are_read_by_every_name_in_use(
     assert layers(folder) == expected
 
 
-@pytest.mark.parametrize(("kind", "path"), [("llama", "lean"), ("olmo", "transformers")])
+@pytest.mark.parametrize(("kind", "path"), [("llama", "modules"), ("olmo", "transformers")])
 def test_a_model_computes_with_its_scales(kind: str, path: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "plain", tiny_config(kind))
     folder = scale_checkpoint(tmp_path / "plain", tmp_path / "scaled", quantization=COMPRESSED)

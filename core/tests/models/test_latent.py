@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
+from tiny_models import NATIVE, Runner, open_and_load, save_tiny, tiny_config
 
 from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
 from hardpoint.layers import GroupedRouter, ModelContext, Routing
@@ -18,7 +18,7 @@ from hardpoint.models import open_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind, options = LEAN["deepseek-v3"]
+    kind, options = NATIVE["deepseek-v3"]
     folder = tmp_path_factory.mktemp("deepseek")
     save_tiny(folder, tiny_config(kind, **options, num_nextn_predict_layers=1))
     return folder
@@ -58,7 +58,7 @@ def test_the_layer_that_predicts_further_tokens_is_passed_over(folder: Path, tmp
 def test_groups_that_cannot_be_chosen_from_are_refused_when_the_model_is_opened(
     kind: str, change: dict[str, int], reason: str | None, tmp_path: Path
 ) -> None:
-    model_type, options = LEAN[kind]
+    model_type, options = NATIVE[kind]
     tiny_config(model_type, **options).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     architecture = "DeepseekV3ForCausalLM" if kind == "deepseek-v3" else "DeepseekV2ForCausalLM"

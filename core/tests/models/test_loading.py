@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from reference import PlainAllocator
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     FALLBACK,
-    LEAN,
+    NATIVE,
     SHAPE,
     VOCAB,
     Runner,
@@ -26,11 +28,11 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM
 
-from hardpoint.interfaces import DType
+from hardpoint.interfaces import DType, Refusal
 from hardpoint.interfaces.allocator import BUFFERS, WEIGHTS
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
-from hardpoint.models import open_model
-from hardpoint.weights.checkpoint import SafetensorsCheckpoint
+from hardpoint.models import ModelSource, open_model
+from hardpoint.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, renamed
 
 PROMPT = [3, 17, 90, 4, 55]
 
@@ -190,7 +192,7 @@ def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:
     reference = AutoModel.from_config(config, attn_implementation="eager").eval()
     reference.save_pretrained(tmp_path)
     source, model, plan, attention = open_and_load(tmp_path)
-    assert (source.architecture, source.is_generative, model.path) == ("Qwen3Model", False, "lean")
+    assert (source.architecture, source.is_generative, model.path) == ("Qwen3Model", False, "modules")
     hidden = Runner(model, plan, attention).step([(0, PROMPT)], "hidden")
     with torch.no_grad():
         expected = reference(input_ids=torch.tensor([PROMPT])).last_hidden_state[0, -1:]
@@ -202,7 +204,7 @@ def test_a_bare_model_gives_hidden_states(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_dummy_weights_need_no_checkpoint_and_repeat(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     config = tiny_config(kind, **options)
     config.architectures = None
     config.save_pretrained(tmp_path)
@@ -213,12 +215,15 @@ def test_dummy_weights_need_no_checkpoint_and_repeat(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-def test_dummy_weights_are_the_same_by_every_way_of_running(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+def test_dummy_weights_are_the_same_by_every_way_of_running(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = NATIVE[name]
     tiny_config(kind, **options).save_pretrained(tmp_path)
-    lean = _logits(tmp_path, load_format="dummy", seed=3)
-    transformers = _logits(tmp_path, load_format="dummy", seed=3, use_lean_decoder=False)
-    torch.testing.assert_close(lean, transformers, rtol=1e-4, atol=1e-5)
+    native = _logits(tmp_path, load_format="dummy", seed=3)
+    monkeypatch.setattr(ModelSource, "describe", lambda source, dtype: Refusal(("as of no family",)))
+    transformers = _logits(tmp_path, load_format="dummy", seed=3)
+    torch.testing.assert_close(native, transformers, rtol=1e-4, atol=1e-5)
 
 
 # Updates
@@ -226,7 +231,7 @@ def test_dummy_weights_are_the_same_by_every_way_of_running(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["llama-tied", "gemma2", "phi3", "gpt2"])
 def test_updated_weights_take_effect(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     old, new = tmp_path / "old", tmp_path / "new"
     save_tiny(old, tiny_config(kind, **options), seed=1)
     reference = save_tiny(new, tiny_config(kind, **options), seed=2)
@@ -238,7 +243,7 @@ def test_updated_weights_take_effect(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nemotron-h", "granite-hybrid", "qwen3-moe"])
 def test_weights_are_updated_under_the_names_that_transformers_has_in_memory(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     old, new = tmp_path / "old", tmp_path / "new"
     save_tiny(old, tiny_config(kind, **options), seed=1)
     reference = save_tiny(new, tiny_config(kind, **options), seed=2)
@@ -259,7 +264,7 @@ def test_a_single_part_of_a_fused_weight_can_be_updated(llama: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_wrong_update_is_refused(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     save_tiny(tmp_path, tiny_config(kind, **options))
     _, model, _, _ = open_and_load(tmp_path)
     known, tensor = next(iter(_tensors(tmp_path).items()))
@@ -274,7 +279,7 @@ def test_a_wrong_update_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_missing_and_unexpected_tensors_are_listed(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     save_tiny(tmp_path, tiny_config(kind, **options))
     tensors = _tensors(tmp_path)
     dropped = next(key for key in tensors if ".1." in key)
@@ -289,7 +294,7 @@ def test_missing_and_unexpected_tensors_are_listed(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_tensor_of_another_shape_is_refused(name: str, tmp_path: Path) -> None:
-    kind, options = {**LEAN, **FALLBACK}[name]
+    kind, options = {**NATIVE, **FALLBACK}[name]
     save_tiny(tmp_path, tiny_config(kind, **options))
     tensors = _tensors(tmp_path)
     wrong = next(key for key in tensors if ".1." in key and tensors[key].dim() == 2)
@@ -488,11 +493,14 @@ def test_context_length_follows_the_rotary_scaling(tmp_path: Path) -> None:
     assert length("olmo", rope_type="longrope", **factors) == 32
 
 
-def test_progress_counts_to_the_end(llama: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    open_and_load(llama, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(index + 1, len(seen)) for index in range(len(seen))]
-    assert len(seen) > 10
+@pytest.mark.parametrize(
+    "method", [name for name in vars(Checkpoint) if name[0] != "_" and name not in ("shapes", "dtype")]
+)
+def test_a_composed_checkpoint_asks_everything_of_the_one_that_has_the_tensor(method: str) -> None:
+    part = Mock(spec=Checkpoint, **{"shapes.return_value": {"inner": (2,)}, "fill.return_value": None})
+    _, _, *rest = inspect.signature(getattr(Checkpoint, method)).parameters
+    assert getattr(renamed(part, {"outer": "inner"}), method)("outer", *rest) is getattr(part, method).return_value
+    getattr(part, method).assert_called_once_with("inner", *rest)
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0])

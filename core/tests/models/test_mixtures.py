@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_parallel_loading import assert_close, logits_of_ranks
 from test_rereading import PROMPT, NotingAllocator
-from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
+from tiny_models import NATIVE, Runner, open_and_load, save_tiny, tiny_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -103,7 +103,7 @@ def test_a_row_of_nan_stays_alone() -> None:
 @pytest.fixture
 def both_forms(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """One model with a tensor for each of every expert, and with the experts of a layer stacked."""
-    kind, options = LEAN[request.param]
+    kind, options = NATIVE[request.param]
     save_tiny(tmp_path / "single", tiny_config(kind, **options))
     save_tiny(tmp_path / "stacked", tiny_config(kind, **options), save_original_format=False)
     single, stacked = (load_file(tmp_path / form / "model.safetensors").keys() for form in ("single", "stacked"))
@@ -177,7 +177,7 @@ def test_stacked_experts_of_another_number_are_refused_by_name(both_forms: tuple
     + [(kind, "num_experts_per_tok") for kind in KINDS],
 )
 def test_a_model_that_routes_otherwise_is_another_model(kind: str, setting: str, tmp_path: Path) -> None:
-    model_type, options = LEAN[kind]
+    model_type, options = NATIVE[kind]
     save_tiny(tmp_path / "one", tiny_config(model_type, **options))
     other: Any = not options.get("norm_topk_prob", False) if setting == "norm_topk_prob" else 3
     shutil.copytree(tmp_path / "one", tmp_path / "other")
@@ -189,7 +189,7 @@ def test_a_model_that_routes_otherwise_is_another_model(kind: str, setting: str,
 
 @pytest.mark.parametrize("kind", [*KINDS, "gpt-oss"])
 def test_ranks_take_their_parts_of_whole_experts(kind: str, tmp_path: Path) -> None:
-    model_type, options = LEAN[kind]
+    model_type, options = NATIVE[kind]
     for seed in range(2):
         save_tiny(tmp_path / str(seed), tiny_config(model_type, **options), seed=seed)
     weights = load_file(tmp_path / "1" / "model.safetensors")
@@ -216,7 +216,7 @@ def test_ranks_take_their_parts_of_whole_experts(kind: str, tmp_path: Path) -> N
 def test_impossible_settings_are_model_errors(kind: str, setting: str, value: object, tmp_path: Path) -> None:
     if setting == "mlp_only_layers" and not kind.startswith("qwen"):
         setting, value = "num_experts_per_tok", "two"
-    model_type, options = LEAN[kind]
+    model_type, options = NATIVE[kind]
     tiny_config(model_type, **options).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     if setting == "num_experts" and setting not in config:
@@ -228,7 +228,7 @@ def test_impossible_settings_are_model_errors(kind: str, setting: str, value: ob
 
 
 def test_gpt_oss_with_packed_weights_is_refused_with_the_reason(tmp_path: Path) -> None:
-    kind, options = LEAN["gpt-oss"]
+    kind, options = NATIVE["gpt-oss"]
     save_tiny(tmp_path, tiny_config(kind, **options))
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
@@ -238,7 +238,7 @@ def test_gpt_oss_with_packed_weights_is_refused_with_the_reason(tmp_path: Path) 
 
 
 def test_an_activation_with_other_constants_is_not_the_cores(tmp_path: Path) -> None:
-    kind, options = LEAN["gpt-oss"]
+    kind, options = NATIVE["gpt-oss"]
     save_tiny(tmp_path, tiny_config(kind, **options, swiglu_limit=3.0))
     described = open_model(str(tmp_path)).describe(DType.FLOAT32)
     assert isinstance(described, Refusal)
@@ -247,7 +247,7 @@ def test_an_activation_with_other_constants_is_not_the_cores(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_stays_close_to_float32(kind: str, tmp_path: Path) -> None:
-    model_type, options = LEAN[kind]
+    model_type, options = NATIVE[kind]
     # All experts, so that rounding chooses no other ones.
     reference = save_tiny(tmp_path, tiny_config(model_type, **{**options, "num_experts_per_tok": 4}))
     ids = torch.tensor([list(range(3, 23))])

@@ -79,3 +79,7 @@ def test_an_override_reaches_the_language_model_of_a_whole_one(tmp_path: Path) -
         assert source.values["rope_parameters"]["rope_theta"] == 100.0
     with pytest.raises(ConfigError, match="Did you mean 'num_hidden_layers'"):
         open_model(str(tmp_path), hf_overrides={"text_config": {"num_hiden_layers": 1}})
+    with pytest.raises(ConfigError, match=r"which nothing reads.*Known: ") as refused:
+        open_model(str(tmp_path), hf_overrides={"zzzz": 1})
+    known = str(refused.value).partition("Known: ")[2].split(", ")
+    assert len(known) == len(set(known))

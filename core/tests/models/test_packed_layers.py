@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from test_kernels import TorchKernels
 from test_rereading import NotingAllocator
-from tiny_models import LEAN, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
+from tiny_models import NATIVE, Runner, assert_equals_transformers, open_and_load, save_tiny, tiny_config
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,7 +38,7 @@ class ReversingKernels(TorchKernels):
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-attention-bias", "qwen2-moe"])
 def test_linear_layers_are_stored_as_the_kernel_set_says(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     folders = [tmp_path / str(seed) for seed in range(2)]
     references = [save_tiny(folder, tiny_config(kind, **options), seed=s) for s, folder in enumerate(folders)]
     allocator = NotingAllocator()

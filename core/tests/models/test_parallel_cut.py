@@ -1,4 +1,4 @@
-"""How a lean model is cut: every element of every checkpoint tensor lands where it should, and nowhere else."""
+"""How a native model is cut: every element of every checkpoint tensor lands where it should, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FALLBACK, LEAN, describe, open_and_load, save_tiny, tiny_config
+from tiny_models import FALLBACK, NATIVE, describe, open_and_load, save_tiny, tiny_config
 
 from hardpoint.interfaces import DType
 from hardpoint.interfaces.errors import CapabilityRefused
@@ -177,9 +177,9 @@ def test_models_outside_the_lean_family_run_on_one_rank_only(tmp_path: Path) -> 
     assert open_model(str(tmp_path)).attention_layers()
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_share_has_a_part_of_the_models_weights(name: str, tmp_path: Path) -> None:
-    kind, options = LEAN[name]
+    kind, options = NATIVE[name]
     save_tiny(tmp_path, tiny_config(kind, **options))
     model = open_model(str(tmp_path)).describe(DType.FLOAT32)
     assert isinstance(model, ModelDescription)

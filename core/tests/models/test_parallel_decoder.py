@@ -1,4 +1,4 @@
-"""Ranks that share a lean decoder compute what one rank does."""
+"""Ranks that share a native decoder compute what one rank does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from kv_scale_models import scale_checkpoint
 from thread_ranks import run_ranks
-from tiny_models import FIRST, HYBRIDS, LEAN, SECOND, Runner, decode_two, open_and_load, save_tiny, tiny_config
+from tiny_models import FIRST, HYBRIDS, NATIVE, SECOND, Runner, decode_two, open_and_load, save_tiny, tiny_config
 
 from hardpoint.interfaces import DType
 from hardpoint.models import ParallelRank, Ranks
@@ -45,7 +45,7 @@ def forced(runner: Runner, first: list[int], second: list[int], output: str) -> 
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def make(name: str, shape: str) -> Path:
-        kind, options = LEAN[name]
+        kind, options = NATIVE[name]
         folder = tmp_path_factory.mktemp("model")
         save_tiny(folder, tiny_config(kind, **{**options, **SHAPES[shape]}))
         return folder
@@ -60,7 +60,7 @@ def results(
 
     def work(place: ParallelRank, ranks: Ranks) -> list[torch.Tensor]:
         _, model, plan, attention = open_and_load(folder, rank=place, ranks=ranks, **options)
-        assert model.path == "lean"
+        assert model.path == "modules"
         given = list(forced(Runner(model, plan, attention), first, second, output))
         if not place.is_last:
             assert not any(map(len, given)), "a stage before the last has nothing to give"
@@ -86,7 +86,7 @@ def one_rank(tiny: Any) -> Any:
     ("name", "tensor", "stages"),
     [
         (name, tensor, stages)
-        for name in LEAN
+        for name in NATIVE
         for tensor, stages in ([(2, 1), (3, 1)] if name in HYBRIDS else [(3, 1), (1, 3), (2, 2)])
     ],
 )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_gguf import _write
 from test_rereading import PROMPT, NotingAllocator, _save
 from thread_ranks import run_ranks
-from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
+from tiny_models import NATIVE, Runner, open_and_load, save_tiny, tiny_config
 
 from hardpoint.interfaces.errors import CorruptWeights
 from hardpoint.models import ParallelRank, Ranks, open_model
@@ -121,7 +121,7 @@ def test_ranks_of_a_gguf_file_are_the_model(name: str, kind: str, tmp_path: Path
 
 def test_rows_of_a_checkpoint_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    save_tiny(folder, tiny_config(LEAN["qwen2"][0]))
+    save_tiny(folder, tiny_config(NATIVE["qwen2"][0]))
     path = tmp_path / "model.gguf"
     _write(path, "llama", gguf.GGMLQuantizationType.Q8_0)
     dummy = open_model(str(folder), load_format="dummy")

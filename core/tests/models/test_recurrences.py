@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LEAN, Runner, open_and_load, save_tiny, tiny_config
+from tiny_models import NATIVE, Runner, open_and_load, save_tiny, tiny_config
 from torch.nn import functional
 
 from hardpoint.interfaces.errors import UnsupportedArchitecture
@@ -91,7 +91,7 @@ def test_the_states_of_a_slot_do_not_overlap() -> None:
 
 
 def test_what_a_family_refuses_is_said_where_transformers_code_cannot_run_it_either(tmp_path: Path) -> None:
-    kind, options = LEAN["granite-hybrid"]
+    kind, options = NATIVE["granite-hybrid"]
     save_tiny(tmp_path, tiny_config(kind, **options, time_step_limit=(0.01, 0.5)))
     with pytest.raises(UnsupportedArchitecture, match=r"time steps are limited to \[0.01, 0.5\].*recurrent state"):
         open_and_load(tmp_path)
@@ -102,7 +102,7 @@ def test_published_configurations_are_understood_by_the_names_that_they_use(tmp_
     H had a letter for each layer."""
     saved = {}
     for name in ("granite-hybrid", "lfm2", "nemotron-h"):
-        kind, options = LEAN[name]
+        kind, options = NATIVE[name]
         save_tiny(tmp_path / name, tiny_config(kind, **options))
         saved[name] = open_and_load(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())

@@ -15,7 +15,7 @@ import torch
 from reference import PlainAllocator
 from safetensors.torch import load_file, save_file
 from test_kernels import FusingKernels
-from tiny_models import FALLBACK, LEAN, Runner, open_and_load, save_tiny, tiny_config
+from tiny_models import FALLBACK, NATIVE, Runner, open_and_load, save_tiny, tiny_config
 
 from hardpoint.interfaces import DType, FileExtent
 from hardpoint.interfaces.errors import BackupCorrupt, CorruptWeights, ModelError
@@ -61,7 +61,7 @@ def _read_extents(tensor: torch.Tensor, extents: Sequence[FileExtent]) -> None:
 
 
 def _save(kind: str, folder: Path, seed: int = 0) -> None:
-    model_type, options = {**LEAN, **FALLBACK}[kind]
+    model_type, options = {**NATIVE, **FALLBACK}[kind]
     save_tiny(folder, tiny_config(model_type, **options), seed=seed)
 
 

@@ -88,7 +88,7 @@ LATENT_ROPE = {
     "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 16,
 }
-LEAN: dict[str, tuple[str, dict[str, Any]]] = {
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-attention-bias": ("llama", {"attention_bias": True}),
@@ -214,7 +214,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Settings of families that change what is computed in a layer and nothing about how a model is loaded or divided."""
-MIXTURES = [name for name in LEAN if name.startswith(("mixtral", "gpt-oss", "deepseek")) or "-moe" in name]
+MIXTURES = [name for name in NATIVE if name.startswith(("mixtral", "gpt-oss", "deepseek")) or "-moe" in name]
 HYBRIDS = ["qwen3-next", "granite-hybrid", "falcon-h1", "lfm2", "nemotron-h"]
 """Families whose layers keep recurrent states."""
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
@@ -316,14 +316,13 @@ def open_and_load(
     **options: Any,
 ) -> tuple[ModelSource, RunnableModel, AttentionPlan, AttentionBackend]:
     """Return a model loaded with the reference attention (unless another is given) and a plain allocator."""
-    open_options = {key: options.pop(key) for key in ("trust_remote_code",) if key in options}
-    source = open_model(str(model), load_format=options.get("load_format", "auto"), **open_options)
+    open_options = {key: options.pop(key) for key in ("load_format", "trust_remote_code") if key in options}
+    source = open_model(str(model), **open_options)
     attention = attention or ReferenceAttention()
     layers = attention_layers(source, dtype, options.get("rank", ParallelRank()), kv_dtype)
     plan = attention.plan(AttentionRequest(layers, dtype, kv_dtype or dtype, block_size, max_context))
     assert isinstance(plan, AttentionPlan), plan
     settings: dict[str, Any] = {
-        "dtype": dtype,
         "groups": KVCacheGroup.whole(plan),
         "attention": attention,
         "kernels": None,
@@ -331,7 +330,6 @@ def open_and_load(
         "torch_device": "cpu",
         "max_num_tokens": 64,
         "max_num_samples": 8,
-        "max_context": max_context,
     }
     return source, load_model(source, **{**settings, **options}), plan, attention
 

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import Device, KernelSet
 from hardpoint.interfaces.batch import SequenceSampling, TokenLogprobs
-from hardpoint.sampling import SamplingParams, ranking, reference
+from hardpoint.sampling import SamplingParams, ranking
 from hardpoint.sampling.random import draws as uniform
 from hardpoint.sampling.random import stream_key
 from hardpoint.sampling.sampler import Sampled, Sampler
+from hardpoint_conformance import sampling_reference
 
 KERNELS: list[KernelSet | None] = [None]
 
@@ -143,7 +144,7 @@ def assert_follows(tokens: npt.NDArray[np.int64], probabilities: npt.NDArray[np.
 def assert_drawn_rightly(logits: torch.Tensor, count: int, **values: Any) -> None:
     """The first draws are the definition's, and `count` of them, where so many are asked for, follow the distribution."""
     one = sequence(0, **values)
-    expected = [reference.sample_row(logits.numpy(), replace(one, seed=seed), []) for seed in range(10)]
+    expected = [sampling_reference.sample_row(logits.numpy(), replace(one, seed=seed), []) for seed in range(10)]
     tokens = draws(logits, count if draws_many() else len(expected), **values)
     assert tokens[: len(expected)].tolist() == expected
     if draws_many():
@@ -205,7 +206,7 @@ def test_draws_of_one_sequence_follow_the_distribution_over_its_tokens() -> None
     sampler = Sequences(20)
     sampler.add(sequence(0, seed=5))
     tokens = np.array([sampler.sample(logits, np.array([0]))[0][0] for _ in range(4000 if draws_many() else 100)])
-    first = [reference.sample_row(logits[0].numpy(), sequence(0, seed=5), [0] * count) for count in range(100)]
+    first = [sampling_reference.sample_row(logits[0].numpy(), sequence(0, seed=5), [0] * count) for count in range(100)]
     assert tokens[:100].tolist() == first
     if not draws_many():
         return
@@ -629,7 +630,7 @@ def test_extreme_numbers_are_a_matter_of_their_row(extreme: dict[str, Any]) -> N
     output: list[int] = []
     for _ in range(3):
         sampled = sampler.outcome(logits, np.array([1, 0, 2]))
-        expected = reference.sample_row(logits[0].numpy(), extreme_one, output)
+        expected = sampling_reference.sample_row(logits[0].numpy(), extreme_one, output)
         assert sampled.token_ids[0] == logits[0].argmax()
         assert sampled.token_ids[1] == max(expected, -1)
         assert sorted(sampled.failed) == ([1] if expected < 0 else [])
@@ -672,11 +673,11 @@ def test_tokens_are_those_of_the_definition(seed: int, columns: int, scale: floa
         logits = {"float32": logits, "bfloat16": logits.bfloat16().float(), "integers": logits.round()}[numbers]
         tokens, logprobs = sampler.sample(logits, np.arange(count))
         for row, (one, output) in enumerate(zip(sequences, outputs, strict=True)):
-            expected = reference.sample_row(logits[row].numpy(), one, output)
+            expected = sampling_reference.sample_row(logits[row].numpy(), one, output)
             assert tokens[row] == expected, MIXED[row]
             output.append(expected)
             if one.logprobs is not None:
-                plain = reference.row_logprobs(logits[row].numpy(), expected, one.logprobs)
+                plain = sampling_reference.row_logprobs(logits[row].numpy(), expected, one.logprobs)
                 assert logprobs[row].token_ids.tolist() == plain.token_ids.tolist()
                 assert logprobs[row].rank == plain.rank
                 np.testing.assert_allclose(logprobs[row].logprobs, plain.logprobs, atol=1e-5)
@@ -747,7 +748,7 @@ def test_processors_are_those_of_the_definition() -> None:
     outputs: list[list[int]] = [[] for _ in WAYS]
     for _ in range(5):
         logits = 2 * torch.randn(len(WAYS), 60, generator=generator)
-        expected = [reference.sample_row(logits[i].numpy(), one, outputs[i]) for i, one in enumerate(wanted)]
+        expected = [sampling_reference.sample_row(logits[i].numpy(), one, outputs[i]) for i, one in enumerate(wanted)]
         assert sampler.outcome(logits, np.arange(len(WAYS))).token_ids.tolist() == expected
         for output, token in zip(outputs, expected, strict=True):
             output.append(token)

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, DType, KVCacheSpec, StepBatch
-from hardpoint.triton.step import Geometry, InvalidBatch, Step, StepBuilder
+from hardpoint.interfaces.errors import InvalidBatch
+from hardpoint.triton.step import Geometry, Step, StepBuilder
 from hardpoint.triton.work import SplitRule
 
 BLOCK_SIZE = 16

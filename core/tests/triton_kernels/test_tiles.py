@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, Device, DType
 from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused, ConfigError
-from hardpoint.triton.choice import Attention, attention_choice, attention_note
+from hardpoint.triton.choice import attention_choice
 from hardpoint.triton.tiles import SPLIT_KEYS, TileTarget, decode_tiles, max_splits, padded, prefill_tiles
-from hardpoint.worker.model_runner import dummy_batch
+from hardpoint.worker.dummy_batches import dummy_batch
 
-NAMES = [kernels.value for kernels in Attention]
 TARGETS = [
     TileTarget(32, 80, 108),
     TileTarget(32, 90, 132),
@@ -73,37 +72,38 @@ def test_float8_is_converted_by_targets_that_have_the_instruction() -> None:
 # Choice
 
 
-def test_own_kernels_are_chosen_and_every_library_has_a_reason() -> None:
-    choice = attention_choice("is not installed", "is unlike these", environment={})
-    assert choice.kernels is Attention.TRITON
-    assert str(choice) == "triton (Hardpoint's own kernels; flashinfer is not installed; flash-attn is unlike these)"
+@pytest.mark.parametrize(
+    ("asked", "kernels", "reason"),
+    [
+        ("", "triton", "Hardpoint's own kernels"),
+        ("auto", "triton", "Hardpoint's own kernels"),
+        ("triton", "triton", "HARDPOINT_ATTENTION says so"),
+    ],
+)
+def test_own_kernels_serve_where_nothing_else_can_and_every_library_has_a_reason(
+    asked: str, kernels: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARDPOINT_ATTENTION", asked)
+    assert str(attention_choice()) == f"{kernels} ({reason})"
+    choice = attention_choice({"swift": "is not installed", "deft": "is unlike these"})
+    assert str(choice) == f"{kernels} ({reason}; swift is not installed; deft is unlike these)"
 
 
-def test_a_trial_decides_where_flashinfer_can_be_used() -> None:
-    choices = {asked: attention_choice("", environment={"HARDPOINT_ATTENTION": asked}) for asked in ("", *NAMES)}
-    assert [choices[asked].kernels.value for asked in NAMES] == NAMES
+def test_a_trial_decides_where_a_library_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = {}
+    for asked in ("", "auto", "triton", "swift"):
+        monkeypatch.setenv("HARDPOINT_ATTENTION", asked)
+        choices[asked] = attention_choice({"swift": "", "deft": "is unlike these"})
+    assert [choice.kernels for choice in choices.values()] == ["auto", "auto", "triton", "swift"]
     assert choices[""] == choices["auto"]
-    assert "trial" in str(choices["auto"])
+    assert "swift for a model that it serves right and faster in a trial" in str(choices["auto"])
 
 
-@pytest.mark.parametrize("asked", ["flashinfer", "flash-attn", "magic"])
-def test_other_kernels_are_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match=f"{asked}.*set it to one of triton, auto"):
-        attention_choice(environment={"HARDPOINT_ATTENTION": asked})
-
-
-def test_the_note_for_doctor_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HARDPOINT_ATTENTION", "flashinfer")
-    assert attention_note().startswith("none: HARDPOINT_ATTENTION=flashinfer")
-    monkeypatch.delenv("HARDPOINT_ATTENTION")
-    assert attention_note().startswith("triton (")
-
-
-@pytest.mark.parametrize("asked", ["triton", "auto"])
-def test_own_kernels_serve_where_nothing_else_can(asked: str) -> None:
-    choice = attention_choice(environment={"HARDPOINT_ATTENTION": asked})
-    assert choice.kernels is Attention.TRITON
-    assert ("HARDPOINT_ATTENTION says so" in choice.reasons) is (asked == "triton")
+@pytest.mark.parametrize(("asked", "found"), [("deft", "deft is unlike these"), ("magic", "'magic' is not known")])
+def test_other_kernels_are_refused(asked: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARDPOINT_ATTENTION", asked)
+    with pytest.raises(ConfigError, match=f"HARDPOINT_ATTENTION={asked} .*: {found}. .*one of triton, auto, swift"):
+        attention_choice({"swift": "", "deft": "is unlike these"})
 
 
 # Without triton

@@ -20,7 +20,7 @@ from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.plugins import resolve_backend
 from hardpoint.worker import StandardWorker, TorchPlatform
-from hardpoint.worker.model_runner import dummy_batch
+from hardpoint.worker.dummy_batches import dummy_batch
 
 MIB = 1 << 20
 

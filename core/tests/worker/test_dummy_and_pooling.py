@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hardpoint.interfaces import Pooling
-from hardpoint.worker.model_runner import Pooler, dummy_batch
+from hardpoint.worker.dummy_batches import dummy_batch
+from hardpoint.worker.pooler import Pooler
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,15 @@ from hardpoint.models import ParallelRank
 from hardpoint.plugins import resolve_backend
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.worker import StandardWorker
-from hardpoint.worker.model_runner import PlainRows, Pooler, dummy_batch
+from hardpoint.worker.dummy_batches import dummy_batch
+from hardpoint.worker.model_runner import PlainRows
+from hardpoint.worker.pooler import Pooler
 from hardpoint.worker.ranks import (
     RendezvousPoint,
     TorchCollectives,
     check_ranks,
     join_ranks,
-    place_of,
+    parallel_rank_of,
     require_env,
 )
 
@@ -77,7 +79,7 @@ def test_what_the_backend_does_not_claim_is_refused_with_all_reasons() -> None:
 
 def test_a_configuration_says_where_its_rank_is() -> None:
     config = WorkerConfig("demo", rank=4, world_size=6, tensor_parallel_size=3, pipeline_parallel_size=2)
-    assert place_of(config) == ParallelRank(1, 3, 1, 2)
+    assert parallel_rank_of(config) == ParallelRank(1, 3, 1, 2)
     assert config.driver_rank == 3
 
 

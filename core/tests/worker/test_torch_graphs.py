@@ -106,7 +106,7 @@ class Allocator(TorchPoolAllocator):
         self.captures = 0
         self.pools: list[Any] = []
 
-    def vendor_graph_pool(self, tag: str) -> Any:
+    def graph_pool(self, tag: str) -> Any:
         @contextmanager
         def capturing() -> Iterator[None]:
             yield

@@ -15,7 +15,7 @@ from hardpoint.interfaces.errors import ConfigError, HostBudgetExceeded, WorkerE
 from hardpoint.interfaces.worker import WorkerConfig, WorkerContext
 from hardpoint.plugins import resolve_backend
 from hardpoint.worker import StandardWorker
-from hardpoint.worker.model_runner import dummy_batch
+from hardpoint.worker.dummy_batches import dummy_batch
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import AttentionPlan, StepBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.worker.memory_changes import WeightLedger
+from hardpoint.worker.weights import WeightLedger
 
 NAMES = frozenset({"a", "b", "c"})
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
+from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, KVCacheSpec, Refusal
 from hardpoint.interfaces.errors import GraphCaptureFailed, InvalidBatch
 from hardpoint.worker import copy_blocks
+from hardpoint.worker.attention_checks import check_arrays, check_layer_cache, check_rows
 from hardpoint_ascend.capabilities import GRAPHS_VARIABLE, MAX_ELEMENTS, capabilities, reasons_beyond_claims
 from hardpoint_ascend.operators import ATTEND, KV_LENGTHS, WRITE_KV
 from hardpoint_ascend.step import AscendStep, StaticStep, needed_blocks
@@ -87,14 +88,8 @@ class AscendAttention(AttentionBackend):
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> AscendStep:
         """Return the step's arrays for the operators; raises InvalidBatch when they do not fit together."""
-        seqs, tokens = len(batch.rows), batch.num_tokens
-        expected = {"query_start": seqs + 1, "context_lens": seqs, "slot_mapping": tokens}
-        for name, length in expected.items():
-            if getattr(batch, name).shape != (length,):
-                raise InvalidBatch(
-                    f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
-                    found=f"{name} has shape {getattr(batch, name).shape} instead of ({length},)",
-                )
+        check_arrays(batch)
+        tokens = batch.num_tokens
         queries = np.diff(batch.query_start)
         present = np.flatnonzero(queries)
         context_lens = batch.context_lens[present]
@@ -131,8 +126,8 @@ class AscendAttention(AttentionBackend):
         spec = metadata.plan.kv_cache
         keys, values = _halves(kv_cache, metadata)
         shape = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim)
-        _check_rows("k", k, shape, kv_cache)
-        _check_rows("v", v, shape, kv_cache)
+        check_rows("k", k, shape, kv_cache.dtype, kv_cache.device)
+        check_rows("v", v, shape, kv_cache.dtype, kv_cache.device)
         if not len(metadata.slots):
             return
         # The operator's slots are all written to: a row that has none is left out.
@@ -162,8 +157,8 @@ class AscendAttention(AttentionBackend):
             raise InvalidBatch("the layer was planned without sinks and ALiBi", found="a tensor for one of them")
         keys, values = _halves(kv_cache, metadata)
         shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
-        _check_rows("q", q, shape, kv_cache)
-        _check_rows("out", out, shape, kv_cache)
+        check_rows("q", q, shape, kv_cache.dtype, kv_cache.device)
+        check_rows("out", out, shape, kv_cache.dtype, kv_cache.device)
         window = numbers.sliding_window
         before, after = (_WIDEST_BAND, _WIDEST_BAND) if window is None else (min(window - 1, _WIDEST_BAND), 0)
         for call in metadata.calls(kv_cache.shape[1]):
@@ -256,35 +251,15 @@ def _unseen_blocks(plan: AttentionPlan, positions: Int32Array) -> Int32Array:
 def _halves(kv_cache: Tensor, step: AscendStep) -> tuple[Tensor, Tensor]:
     """Return a layer's keys and values, [blocks, block_size, heads, dim] each; raises InvalidBatch when the tensor is not such a layer."""
     spec = step.plan.kv_cache
-    shape = kv_cache.shape
-    if (
-        len(shape) != 5
-        or shape[0] != 2
-        or shape[2:] != (spec.block_size, spec.num_kv_heads, spec.head_dim)
-        or not kv_cache[0].is_contiguous()
-        or DType.of(kv_cache.dtype) is not spec.dtype
-        or kv_cache.device != step.mask.device
-    ):
-        expected = f"[2, blocks, {spec.block_size}, {spec.num_kv_heads}, {spec.head_dim}] of {spec.dtype}"
-        raise InvalidBatch(
-            f"a layer's cache is {expected}, contiguous, on {step.mask.device}",
-            found=f"{tuple(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}, on {kv_cache.device}",
-        )
-    if shape[1] < step.num_blocks:
-        raise InvalidBatch(f"the step uses block {step.num_blocks - 1}", found=f"a cache of {shape[1]} blocks")
+    block = (spec.block_size, spec.num_kv_heads, spec.head_dim)
+    check_layer_cache(kv_cache, block, spec.dtype.to_torch(), step.mask.device)
+    num_blocks = kv_cache.shape[1]
+    if num_blocks < step.num_blocks:
+        raise InvalidBatch(f"the step uses block {step.num_blocks - 1}", found=f"a cache of {num_blocks} blocks")
     if kv_cache[0].numel() > MAX_ELEMENTS:
         raise InvalidBatch(
             f"the attention operator addresses {MAX_ELEMENTS} elements of a layer's keys",
-            found=f"{kv_cache[0].numel()} in a cache of {shape[1]} blocks",
+            found=f"{kv_cache[0].numel()} in a cache of {num_blocks} blocks",
             hint="Use fewer blocks",
         )
     return kv_cache[0], kv_cache[1]
-
-
-def _check_rows(name: str, tensor: Tensor, shape: tuple[int, int, int], kv_cache: Tensor) -> None:
-    inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
-    if tensor.shape != shape or tensor.dtype is not kv_cache.dtype or not inner or tensor.device != kv_cache.device:
-        raise InvalidBatch(
-            f"{name} is [tokens, heads, dim] = {list(shape)} of {kv_cache.dtype}, heads and dims contiguous, on {kv_cache.device}",
-            found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
-        )

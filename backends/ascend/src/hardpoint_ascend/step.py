@@ -173,8 +173,6 @@ def needed_blocks(
     Args:
         unseen: int32[sequences], how many of its first blocks are left out.
     """
-    if table.ndim != 2:
-        raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
     needed = -(-context_lens // block_size)
     width = int(needed.max(initial=0))
     if width > table.shape[1]:

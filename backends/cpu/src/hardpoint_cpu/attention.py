@@ -17,6 +17,13 @@ import torch
 from hardpoint.interfaces import AttentionBackend, AttentionPlan, Device, DType, KVCacheSpec, Refusal
 from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest
 from hardpoint.interfaces.errors import InvalidBatch
+from hardpoint.worker.attention_checks import (
+    check_arrays,
+    check_block_pairs,
+    check_layer_cache,
+    check_per_head,
+    check_rows,
+)
 from hardpoint_cpu import _native
 from hardpoint_cpu.capabilities import capabilities
 
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hardpoint.interfaces.batch import Int32Array, StepBatch
+
+_HOST = torch.device("cpu")
 
 # Codes of hp::DType.
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -99,24 +108,9 @@ class CpuAttention(AttentionBackend):
 
     def prepare(self, plan: AttentionPlan, batch: StepBatch) -> CpuStep:
         """Return the step's arrays for the kernels; raises InvalidBatch when their shapes do not fit together."""
+        check_arrays(batch)
         given = (batch.query_start, batch.context_lens, batch.block_table, batch.rows, batch.slot_mapping)
-        arrays = tuple(np.ascontiguousarray(array, np.int32) for array in given)
-        starts, contexts, table, rows, slots = arrays
-        seqs, tokens = len(rows), batch.num_tokens
-        expected = (
-            ("query_start", starts, seqs + 1),
-            ("context_lens", contexts, seqs),
-            ("slot_mapping", slots, tokens),
-        )
-        for name, array, length in expected:
-            if array.shape != (length,):
-                raise InvalidBatch(
-                    f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
-                    found=f"{name} has shape {array.shape} instead of ({length},)",
-                )
-        if table.ndim != 2:
-            raise InvalidBatch("a block table has two dimensions", found=f"shape {table.shape}")
-        return CpuStep(plan, tokens, arrays)
+        return CpuStep(plan, batch.num_tokens, tuple(np.ascontiguousarray(array, np.int32) for array in given))
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: CpuStep) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is not written."""
@@ -124,8 +118,8 @@ class CpuAttention(AttentionBackend):
         keys, values = _cache_addresses(kv_cache, spec)
         shape, request = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim), metadata.plan.request
         dtype = request.dtype.to_torch()
-        _check_rows("k", k, shape, dtype)
-        _check_rows("v", v, shape, dtype)
+        check_rows("k", k, shape, dtype, _HOST)
+        check_rows("v", v, shape, dtype, _HOST)
         _native.write_kv(
             metadata.prepared(kv_cache.shape[1]),
             self._layers_of(metadata.plan)[layer],
@@ -162,15 +156,15 @@ class CpuAttention(AttentionBackend):
         if request.bidirectional:
             num_blocks, strides = 0, (k.stride(0), v.stride(0))
             for name, rows in (("k", k), ("v", v)):
-                _check_rows(name, rows, (metadata.num_tokens, numbers.num_kv_heads, numbers.head_dim), dtype)
+                check_rows(name, rows, (metadata.num_tokens, numbers.num_kv_heads, numbers.head_dim), dtype, _HOST)
             keys, values = k.data_ptr(), v.data_ptr()
         else:
-            num_blocks, strides = kv_cache.shape[1], (0, 0)
             keys, values = _cache_addresses(kv_cache, metadata.plan.kv_cache)
-        _check_rows("q", q, shape, dtype)
-        _check_rows("out", out, shape, dtype)
-        sinks_address = _per_head("sinks", sinks, numbers.sinks, numbers)
-        alibi_address = _per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers)
+            num_blocks, strides = kv_cache.shape[1], (0, 0)
+        check_rows("q", q, shape, dtype, _HOST)
+        check_rows("out", out, shape, dtype, _HOST)
+        check_per_head("sinks", sinks, numbers.sinks, numbers.num_heads, _HOST)
+        check_per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers.num_heads, _HOST)
         prepared = metadata.prepared(num_blocks)
         with _native_errors("cannot compute attention of the batch"):
             _native.attention(
@@ -184,8 +178,8 @@ class CpuAttention(AttentionBackend):
                 values,
                 out.data_ptr(),
                 out.stride(0),
-                sinks_address,
-                alibi_address,
+                0 if sinks is None else sinks.data_ptr(),
+                0 if alibi_slopes is None else alibi_slopes.data_ptr(),
                 *strides,
             )
 
@@ -201,23 +195,13 @@ class CpuAttention(AttentionBackend):
         if not len(pairs):
             return
         pairs = np.ascontiguousarray(pairs, dtype=np.int32)
-        if pairs.ndim != 2 or pairs.shape[1] != 2:
-            raise InvalidBatch("block pairs are int32[k, 2]", found=f"shape {pairs.shape}")
         for cache in (source, destination):
-            if cache.ndim != 6 or not cache.is_contiguous() or cache.device.type != "cpu":
+            if cache.ndim != 6 or not cache.is_contiguous() or cache.device != _HOST:
                 raise InvalidBatch(
                     "a cache is [layers, 2, blocks, kv_heads, block_size, head_dim], contiguous, on the host",
                     found=f"shape {tuple(cache.shape)}, strides {cache.stride()}, on {cache.device}",
                 )
-        if (source.shape[:2], source.shape[3:], source.dtype) != (
-            destination.shape[:2],
-            destination.shape[3:],
-            destination.dtype,
-        ):
-            raise InvalidBatch(
-                "caches that exchange blocks differ in the number of blocks only",
-                found=f"{tuple(source.shape)} {source.dtype} and {tuple(destination.shape)} {destination.dtype}",
-            )
+        check_block_pairs(source, destination, pairs, 2)
         block_bytes = source.shape[3] * source.shape[4] * source.shape[5] * source.element_size()
         with _native_errors("cannot copy blocks"):
             _native.copy_blocks(
@@ -256,42 +240,6 @@ def native_layer(layer: AttentionLayer, block_size: int) -> _native.AttentionLay
 
 def _cache_addresses(kv_cache: Tensor, spec: KVCacheSpec) -> tuple[int, int]:
     """Return the addresses of a layer's keys and values; raises InvalidBatch when the tensor is not such a layer."""
-    shape = kv_cache.shape
-    if (
-        len(shape) != 5
-        or shape[0] != 2
-        or shape[2:] != (spec.num_kv_heads, spec.block_size, spec.head_dim)
-        or not kv_cache[0].is_contiguous()
-        or DType.of(kv_cache.dtype) is not spec.dtype
-        or kv_cache.device.type != "cpu"
-    ):
-        expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"
-        raise InvalidBatch(
-            f"a layer's cache is {expected}, contiguous, on the host",
-            found=f"{tuple(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}, on {kv_cache.device}",
-        )
+    check_layer_cache(kv_cache, (spec.num_kv_heads, spec.block_size, spec.head_dim), spec.dtype.to_torch(), _HOST)
     keys = kv_cache.data_ptr()
     return keys, keys + kv_cache.stride(0) * kv_cache.element_size()
-
-
-def _check_rows(name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
-    if tensor.shape != shape or tensor.dtype is not dtype or not inner or tensor.device.type != "cpu":
-        raise InvalidBatch(
-            f"{name} is [tokens, heads, dim] = {list(shape)} of {dtype}, heads and dims contiguous, on the host",
-            found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
-        )
-
-
-def _per_head(name: str, tensor: Tensor | None, wanted: bool, layer: AttentionLayer) -> int:
-    """Return the address of a float32[num_heads] tensor, or 0 where the layer has none."""
-    if tensor is None and not wanted:
-        return 0
-    if tensor is None or not wanted:
-        asked = "needs" if wanted else "was planned without"
-        raise InvalidBatch(f"the layer {asked} {name}", found="none given" if tensor is None else "a tensor")
-    if tensor.shape != (layer.num_heads,) or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-        raise InvalidBatch(
-            f"{name} is float32[{layer.num_heads}], contiguous", found=f"{list(tensor.shape)} of {tensor.dtype}"
-        )
-    return tensor.data_ptr()

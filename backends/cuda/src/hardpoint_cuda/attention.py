@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hardpoint.interfaces import AttentionBackend, Device
 from hardpoint.triton import TritonAttention
-from hardpoint.triton.choice import Attention
+from hardpoint.triton.choice import TRITON
 from hardpoint_cuda.capabilities import capabilities, choice
+from hardpoint_cuda.flashinfer import FLASHINFER
 from hardpoint_cuda.flashinfer.attention import FlashInferAttention
 
 
@@ -20,9 +21,9 @@ class CudaFlashInferAttention(FlashInferAttention):
     """FlashInfer's kernels for the models that they are chosen for, and Triton's."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(device, CudaAttention(device), is_named=choice().kernels is Attention.FLASHINFER)
+        super().__init__(device, CudaAttention(device), is_named=choice().kernels == FLASHINFER)
 
 
 def attention() -> type[AttentionBackend]:
     """Return the class for the kernels of `choice`; raises ConfigError where the environment asks for what is not there."""
-    return CudaAttention if choice().kernels is Attention.TRITON else CudaFlashInferAttention
+    return CudaAttention if choice().kernels == TRITON else CudaFlashInferAttention

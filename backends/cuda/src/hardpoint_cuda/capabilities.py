@@ -11,8 +11,13 @@ from hardpoint.interfaces import AttentionCapabilities, Capabilities, Determinis
 from hardpoint.memory import torch_has_library, torch_platform_version
 from hardpoint.triton import triton_attention_capabilities
 from hardpoint.triton.build import TorchBuild
-from hardpoint.triton.choice import Attention, AttentionChoice, attention_choice
-from hardpoint_cuda.flashinfer import flashinfer_attention_capabilities, flashinfer_obstacle, flashinfer_version
+from hardpoint.triton.choice import TRITON, AttentionChoice, attention_choice
+from hardpoint_cuda.flashinfer import (
+    FLASHINFER,
+    flashinfer_attention_capabilities,
+    flashinfer_obstacle,
+    flashinfer_version,
+)
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """What Triton's compiler supports; bfloat16 begins there too."""
@@ -36,7 +41,7 @@ def capabilities(device: Device) -> Capabilities:
 
 def reasons(device: Device) -> tuple[str, ...]:
     """Return why nothing can be computed on a device, one sentence each; empty when it can. Torch is not imported."""
-    found = requirements()
+    found = BUILD.requirements()
     version = device.properties.get("compute_capability", "")
     if version and tuple(map(int, version.split("."))) < MIN_COMPUTE_CAPABILITY:
         least = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
@@ -51,27 +56,22 @@ def reasons(device: Device) -> tuple[str, ...]:
     return found
 
 
-def requirements() -> tuple[str, ...]:
-    """Return what is not installed that computing needs, one sentence each."""
-    return BUILD.requirements()
-
-
 def choice() -> AttentionChoice:
     """Return which kernels serve attention, with reasons; raises ConfigError where the environment asks for what is not there.
 
     flash-attn's rule is that of its releases for these devices (`mha_fwd_kvcache` in its flash_api.cpp).
     """
     flash_attn = "is not used: it pages a cache in blocks of a multiple of 256 tokens, and these have 16 to 128"
-    return attention_choice(flashinfer_obstacle(), flash_attn)
+    return attention_choice({FLASHINFER: flashinfer_obstacle(), "flash-attn": flash_attn})
 
 
 def _attention() -> AttentionCapabilities:
     """Return what holds for whichever kernels a plan may choose."""
     kernels = choice().kernels
-    if kernels is Attention.FLASHINFER:
+    if kernels == FLASHINFER:
         return flashinfer_attention_capabilities()
     claims = triton_attention_capabilities()
-    if kernels is Attention.TRITON:
+    if kernels == TRITON:
         return claims
     return replace(claims, determinism=Determinism.RUN_TO_RUN, graph_level=GraphLevel.UNIFORM_DECODE)
 
@@ -79,7 +79,7 @@ def _attention() -> AttentionCapabilities:
 def _attention_notes() -> tuple[str, ...]:
     chosen = choice()
     release = f"flashinfer: {flashinfer_version()}, whose source has what is called; calls tested over a reference (simulated)"
-    return (f"attention: {chosen}", *(() if chosen.kernels is Attention.TRITON else (release,)))
+    return (f"attention: {chosen}", *(() if chosen.kernels == TRITON else (release,)))
 
 
 def has_nccl() -> bool:

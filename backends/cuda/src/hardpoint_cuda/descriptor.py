@@ -55,7 +55,6 @@ def hardpoint_backend() -> BackendDescriptor:
         library="NVIDIA's driver (libcuda.so.1)",
         variable=DRIVER_VARIABLE,
         probe=probe,
-        requirements=lambda: capabilities.requirements(),
         capabilities=capabilities.capabilities,
         allocator=allocator.allocator,
         attention=_attention,

@@ -12,9 +12,9 @@ import plain_base
 import pluggy
 
 import hardpoint_cpu.descriptor as cpu
-import hardpoint_cuda.capabilities
 import hardpoint_cuda.descriptor as cuda
 from hardpoint.interfaces import BackendDescriptor, Capabilities, Device, GraphRunner, ProbeResult
+from hardpoint.triton.build import TorchBuild
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import AttentionBackend
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAME = "flashinfer_reference"
 
 # The reference takes FlashInfer's place, and plain attention Triton's.
-hardpoint_cuda.capabilities.requirements = lambda: ()
+TorchBuild.requirements = lambda self: ()
 
 
 def probe() -> ProbeResult:

@@ -8,6 +8,7 @@ import pytest
 
 from hardpoint.interfaces import AttentionFeature, Determinism, Device, DType
 from hardpoint.interfaces.errors import ConfigError
+from hardpoint.triton.build import TorchBuild
 from hardpoint_cuda import capabilities
 from hardpoint_cuda.flashinfer import flashinfer_obstacle
 from hardpoint_cuda.flashinfer.signatures import differences
@@ -26,7 +27,7 @@ def note() -> str:
 @pytest.fixture(autouse=True)
 def complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is missing that Triton's kernels need."""
-    monkeypatch.setattr(capabilities, "requirements", tuple)
+    monkeypatch.setattr(TorchBuild, "requirements", lambda build: ())
     monkeypatch.delenv("HARDPOINT_ATTENTION", raising=False)
 
 

@@ -22,7 +22,7 @@ def capabilities(device: Device) -> Capabilities:
 
 def reasons(device: Device) -> tuple[str, ...]:
     """Return why nothing can be computed on a device, one sentence each; empty when it can. Torch is not imported."""
-    found = requirements()
+    found = BUILD.requirements()
     if device.properties.get("virtual_memory") == "0":
         found += (
             "the runtime says that the device has no virtual memory management (ROCm 7.0 says so of some MI300X)",
@@ -31,8 +31,3 @@ def reasons(device: Device) -> tuple[str, ...]:
     if lanes != str(WAVEFRONT):
         found += (f"the device has wavefronts of {lanes} lanes, and the kernels' tiles are made for {WAVEFRONT}",)
     return found
-
-
-def requirements() -> tuple[str, ...]:
-    """Return what is not installed that computing needs, one sentence each."""
-    return BUILD.requirements()

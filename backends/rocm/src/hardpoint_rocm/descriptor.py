@@ -47,7 +47,6 @@ def hardpoint_backend() -> BackendDescriptor:
         library="ROCm's HIP runtime (libamdhip64.so)",
         variable=DRIVER_VARIABLE,
         probe=probe,
-        requirements=lambda: capabilities.requirements(),
         capabilities=capabilities.capabilities,
         allocator=allocator.allocator,
         attention=_attention,

@@ -24,8 +24,8 @@ from hardpoint.interfaces import (
     Platform,
     SequenceSampling,
 )
-from hardpoint.sampling import reference
 from hardpoint.sampling.sampler import Sampler
+from hardpoint_conformance import sampling_reference
 from hardpoint_conformance.batches import same_bits
 from hardpoint_conformance.block_weights import BlockMatrix, block_matrix
 from hardpoint_conformance.clauses import clause
@@ -83,11 +83,13 @@ def test_tokens_are_those_of_the_definition(target: Target, rng: np.random.Gener
         logits = (3 * rng.standard_normal((len(sequences), COLUMNS))).astype(np.float32)
         tokens = _sample(sampler, torch.from_numpy(logits).to(target.device.torch_device), sequences, position)
         for row, sequence, output, token in zip(logits, sequences, outputs, tokens, strict=True):
-            expected = reference.sample_row(row, sequence, output)
+            expected = sampling_reference.sample_row(row, sequence, output)
             if sequence.temperature == 0.0:
                 assert token == expected
             else:
-                kept = reference.kept_weights(reference.processed_logits(row, sequence, output), sequence)
+                kept = sampling_reference.kept_weights(
+                    sampling_reference.processed_logits(row, sequence, output), sequence
+                )
                 assert kept[token] > 0
                 drawn, same = drawn + 1, same + (token == expected)
             output.append(token)

@@ -82,7 +82,7 @@ def run(arguments: Sequence[str] | None) -> None:
         if error.errno not in _NO_ROOM or os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         print_error(HardpointError("the output cannot be written", found=error.strerror))
-        # Python would write what is left at the end of the process, and fail again.
+        # Python would flush the stream at the end of the process, and fail again.
         sys.stdout = None
         sys.exit(ExitCode.FAILED)
 

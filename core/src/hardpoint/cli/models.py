@@ -27,7 +27,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         typer.echo(json.dumps(_report(demo), indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text("Lean decoders (the core's own, or a backend's fused one)", "bold"))
+    console.print(Text("Native decoders (the core's own, or a backend's fused one)", "bold"))
     for architecture in ARCHITECTURES:
         console.print(f"  {architecture}")
     console.print(Text("\nAny other decoder", "bold"))

@@ -260,10 +260,8 @@ class SamplingOptions:
         return given
 
 
-def takes(
-    **groups: type[ServedEngineOptions] | type[SamplingOptions],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of whole groups: its parameter of that name gets them as one object.
+def takes(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of whole groups, which are dataclasses: its parameter of that name gets them as one object.
 
     Typer reads a command's options from its signature, so the decorated function has one in which each such parameter is
     replaced by the group's fields.

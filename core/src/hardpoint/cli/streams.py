@@ -22,7 +22,7 @@ def take() -> None:
     ):
         stream = getattr(sys, name)
         if stream is None:
-            # The lowest number that is free, which is the stream's own.
+            # `open` takes the lowest free file descriptor, which is the one that this stream has by convention.
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # to the end of the process
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)

@@ -141,6 +141,9 @@ class AttentionBackend(Contract, contract=True):
 
     `plan` is called for each KV cache group of a model, `prepare` once per step and group, `write_kv` and then `forward` once per layer
     and step; for layers that are not causal `forward` alone.
+
+    Arrays, tensors or block pairs that contradict the plan, the cache or each other are an InvalidBatch, before anything is written;
+    `hardpoint.worker.attention_checks` has these checks.
     """
 
     @abstractmethod
@@ -167,8 +170,9 @@ class AttentionBackend(Contract, contract=True):
 
         Args:
             layer: index into the plan's layers.
-            k, v: [num_tokens, num_kv_heads, head_dim]; heads and dims contiguous, any stride between tokens.
-            kv_cache: this layer's slice of the cache.
+            k, v: [num_tokens, num_kv_heads, head_dim] in the request's dtype; heads and dims contiguous, any stride between tokens.
+            kv_cache: this layer's slice of the cache, contiguous: the plan's `kv_cache.axes`, in its dtype.
+            metadata: what `prepare` returned for the step.
         """
 
     @abstractmethod
@@ -188,11 +192,12 @@ class AttentionBackend(Contract, contract=True):
 
         Args:
             layer: index into the plan's layers.
-            q, out: [num_tokens, num_heads, head_dim]; heads and dims contiguous, any stride between tokens.
+            q, out: [num_tokens, num_heads, head_dim] in the request's dtype; heads and dims contiguous, any stride between tokens.
             k, v: the step's new keys and values, already written by `write_kv`, as that takes them. For a layer that is not causal they
                 are all that there is.
-            kv_cache: this layer's slice of the cache; for a layer that is not causal an empty tensor.
-            sinks, alibi_slopes: float32[num_heads], where the layer has them.
+            kv_cache: as `write_kv` takes it; for a layer that is not causal an empty tensor.
+            metadata: what `prepare` returned for the step.
+            sinks, alibi_slopes: float32[num_heads], contiguous, where the layer was planned with them.
         """
 
     @abstractmethod
@@ -200,13 +205,18 @@ class AttentionBackend(Contract, contract=True):
         """Copy whole blocks in all layers, pair by pair: a later pair may read or write what an earlier one wrote.
 
         Args:
-            kv_cache: the whole cache.
-            pairs: int32[k, 2], (source, destination).
+            kv_cache: the whole cache, as `KVCacheSpec.shape` has it, contiguous.
+            pairs: int32[k, 2], (source, destination), on the host.
         """
 
     @abstractmethod
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
-        """Copy whole blocks in all layers from one whole cache to another (device to host or back)."""
+        """Copy whole blocks in all layers from one whole cache to another (device to host or back).
+
+        Args:
+            source, destination: as `copy_blocks` takes one; they differ in their devices and in the number of blocks.
+            pairs: int32[k, 2], (block of the source, block of the destination), on the host.
+        """
 
     def begin_capture(self, plan: AttentionPlan, max_num_seqs: int) -> None:
         """Allocate a plan's static metadata for graph capture, called for each plan before the first one. Default: nothing.

@@ -237,7 +237,8 @@ class SequenceSampling:
         seq_id: the sequence.
         prompt_token_ids: for penalties.
         seed: of this sequence's own random stream; draws depend on the seed and the number of the token, on nothing else.
-        allowed, bias: token ids that alone may be sampled (None: all), and values added to the logits by token id.
+        allowed_token_ids: that alone may be sampled; None for all.
+        logit_bias: values added to the logits, by token id.
         stop_token_ids: ids that are masked until `min_tokens` tokens are out.
         logprobs: number of best log probabilities to return beside the sampled token's; None for no log probabilities.
         logits_processors: called on the host before everything else, in this order, with the tokens that the sequence was given and its

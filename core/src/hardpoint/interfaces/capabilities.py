@@ -260,7 +260,10 @@ class SleepTier(enum.Enum):
 
 
 class TorchPoolScope(enum.Enum):
-    """What `DeviceAllocator.pool` catches: every torch allocation, factory calls of this thread only, or nothing."""
+    """Which of torch's own allocations the allocator's `pool` (`hardpoint.memory.TensorAllocator`) catches.
+
+    ALL: every one. FACTORY_CALLS: those of factory calls of this thread. NONE: none.
+    """
 
     ALL = "all"
     FACTORY_CALLS = "factory_calls"
@@ -275,7 +278,7 @@ class MemoryCapabilities:
         sleep_levels: levels of sleep that work; empty when sleep mode is not supported.
         tiers: where level-1 bytes can go.
         elastic: allocations can grow and shrink in place.
-        torch_pool: what the `pool` context manager catches.
+        torch_pool: which of torch's own allocations `pool` catches.
     """
 
     sleep_levels: frozenset[int] = frozenset()

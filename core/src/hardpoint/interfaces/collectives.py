@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 class Collectives(Contract, contract=True):
-    """Collective operations of one rank; made by the descriptor's factory with the device as its only argument."""
+    """Collective operations of one rank; made by the descriptor's factory with the device as its only argument.
+
+    All ranks call the same operations in the same order (a `receive` for a `send`), with tensors of one shape and dtype, on their own
+    devices and of any strides. An operation sees what was queued on the device before it, and what is queued after it sees its result;
+    only `barrier` has the host wait for the device. With a rank that died, or that does not come within the timeout of `start`, an
+    operation raises WorkerError, or the next wait for the device fails; it does not hang.
+    """
 
     @abstractmethod
     def start(self, rank: int, world_size: int, init_method: str, timeout: float) -> None:
@@ -27,27 +33,32 @@ class Collectives(Contract, contract=True):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by the sum over all ranks."""
+        """Replace the tensor, of any shape, by the sum over all ranks."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return all ranks' tensors, which have one shape, joined along an axis, in the order of ranks."""
+        """Return all ranks' tensors joined along an axis, in the order of ranks: a new tensor with that axis `world_size` times as long.
+
+        Args:
+            tensor: of at least one axis.
+            axis: of the tensor; a negative one counts from the last.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace the tensor by that of rank `source`."""
+        """Replace the tensor, of any shape, by that of rank `source`, which keeps its own."""
 
     @abstractmethod
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send to another rank."""
+        """Send a tensor of any shape to another rank, which calls `receive`; it may be written to once this returns."""
 
     @abstractmethod
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Receive from another rank into the tensor."""
+        """Receive into the tensor what rank `rank` sends, of the same shape and dtype."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until every rank has called it; the host waits for the device too."""
 
     def suspend(self) -> bool:
         """Give back the device memory of what the library keeps for the group; return whether that was done. Default: it is not.

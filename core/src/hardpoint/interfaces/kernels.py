@@ -313,16 +313,27 @@ class AdapterRows:
 class KernelSet(Contract, contract=True):
     """Fused operators of one device; made by the descriptor's factory with the device as its only argument.
 
-    Each operator allocates its result unless it works in place; inputs are contiguous in their last axis.
+    Each operator allocates its result unless it works in place; inputs are on the device, and contiguous in their last axis. The core
+    calls with tensors as they are described here: an operator that finds others may raise a ValueError of its own, or not look.
     """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return RMSNorm over the last axis, computed in float32, in x's dtype."""
+        """Return `x / sqrt(mean(x²) + eps) * weight` over the last axis, computed in float32, in x's dtype and shape.
+
+        Args:
+            x: [rows, size], or heads [rows, heads, size] of any strides but the last axis's, as a slice of wider rows has them.
+            weight: [size], in x's dtype.
+        """
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place, and return RMSNorm of the sum."""
+        """Add x to `residual` in place, and return RMSNorm of the sum, as it was rounded to their dtype, in x's dtype and shape.
+
+        Args:
+            x, residual: [rows, size] of one dtype, whose rows may lie apart.
+            weight: [size], in x's dtype.
+        """
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None = None
@@ -332,17 +343,25 @@ class KernelSet(Contract, contract=True):
         It is computed in float32 and rounded once. None (the default) where this kernel set does not do it, and torch does.
 
         Args:
-            branch: as x; None for `y = x`.
+            x: [rows, size], whose rows may lie apart.
+            weight, bias: [size], in x's dtype; None for no bias.
+            branch: as x, and not changed; None for `y = x`.
         """
         return None
 
     @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate q [T, heads, dim] and k [T, kv_heads, dim] in place (halves); cos, sin float32[max, rotary_dim / 2]."""
+        """Rotate the first `rotary_dim` elements of each head in place, element i with element `i + rotary_dim / 2` (arXiv:2104.09864).
+
+        Args:
+            q, k: [T, heads, dim] and [T, kv_heads, dim] of one dtype; heads and dims contiguous, any stride between tokens.
+            positions: int64[T], from 0, each a row of `cos` and `sin`.
+            cos, sin: float32[max positions, rotary_dim / 2], contiguous; `rotary_dim` is at most `dim`.
+        """
 
     @abstractmethod
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """Return `act(x[..., :n]) * x[..., n:]` where n is half the last axis."""
+        """Return `act(x[:, :n]) * x[:, n:]`, [rows, n] in x's dtype, of x [rows, 2 * n], whose rows may lie apart."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
@@ -351,7 +370,7 @@ class KernelSet(Contract, contract=True):
     def sample(self, logits: Tensor, step: Tensor, tables: SamplingTables) -> Tensor | None:
         """Sample a token for each row of logits, and write it to the tables: `last_tokens`, and the counts of rows with a history.
 
-        `hardpoint.sampling.reference` defines the tokens. A row's token depends on that row alone, bit for bit.
+        `hardpoint_conformance.sampling_reference` defines the tokens. A row's token depends on that row alone, bit for bit.
 
         Args:
             logits: float32[S, vocab_size], not changed.

@@ -1,6 +1,7 @@
 """What a sampler on the device reads and writes: the tables of sampled sequences, and the outcome of a sample.
 
-`hardpoint.sampling.reference` says what sampling means, row by row; a kernel set may offer an implementation (`KernelSet.sample`).
+`hardpoint_conformance.sampling_reference` says what sampling means, row by row; a kernel set may offer an implementation
+(`KernelSet.sample`).
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class ModelInfo:
         max_model_len: longest context in tokens, as it will be kept.
         weight_bytes: device bytes of the weights, those of a draft model included.
         weight_formats: how many of the weights' matrices are stored in which format of blocks (`BlockFormat`) or dtype.
-        path: how the model runs ("fused", "lean" or "transformers"), for display.
+        path: how the model runs ("fused", "modules" or "transformers"), for display.
         is_generative: it has a language-model head.
         attention: the plan of the first KV cache group, whose shape is that of the KV cache.
         kv_group_windows: of each KV cache group, the keys that a query sees, its own included; 0 for all. The first is the largest. Blocks

@@ -532,11 +532,14 @@ class TorchPools:
             raise
 
 
-class TorchPoolAllocator(VirtualAllocator, partial=True):
+class TorchPoolAllocator(VirtualAllocator, partial=True, beside=frozenset({"graph_pool", "trim"})):
     """A `VirtualAllocator` for a device for which torch has a pluggable allocator: `pool` catches every torch allocation.
 
     Torch cuts small tensors from common segments, which sleep, and are counted, as a whole. Before a sleep, segments without
     tensors are given back.
+
+    Beside the contract it has a pool for captured work (`graph_pool`), which `hardpoint.worker.TorchGraphRunner` asks for,
+    and `trim`.
     """
 
     def __init__(
@@ -577,11 +580,11 @@ class TorchPoolAllocator(VirtualAllocator, partial=True):
         self._torch_pools.synchronize()
         return super().resize(tensor, rows)
 
-    def vendor_graph_pool(self, tag: str) -> TorchGraphPool:
+    def graph_pool(self, tag: str) -> TorchGraphPool:
         """Return a new pool for captured work, with a tag that sleep preserves; raises CapabilityRefused as `pool` does."""
         return TorchGraphPool(self._torch_pools, tag)
 
-    def vendor_trim(self) -> None:
+    def trim(self) -> None:
         """Give back what torch holds for later tensors; see `TorchPools.trim`."""
         self._torch_pools.trim()
 

@@ -44,13 +44,15 @@ def open_driver(
     return DriverTable(driver_file(package), device=device, library=library, options=options)
 
 
-class VirtualAllocator(VirtualMemory, TensorAllocator):
+class VirtualAllocator(VirtualMemory, TensorAllocator, beside=frozenset({"empty_host"})):
     """A `DeviceAllocator` over a memory driver.
 
     Tensors below 8 MiB share allocations by tag and policy; larger ones have their own. A backend derives from it, and adds `pool`
     where torch has a pluggable allocator for the device.
 
     While a tag is asleep, new tensors of it are awake memory; they join the next sleep. What the backend does not claim is refused.
+
+    Beside the contract the core's worker asks it for pinned memory of the host (`empty_host`).
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class VirtualAllocator(VirtualMemory, TensorAllocator):
         check_size(size, capacity)
         return self._as_tensor(self._tensors.make(size, tag, policy, capacity), shape, dtype.to_torch())
 
-    def vendor_empty_host(self, shape: Sequence[int], dtype: DType) -> Tensor | None:
+    def empty_host(self, shape: Sequence[int], dtype: DType) -> Tensor | None:
         """Return an uninitialised tensor in pinned host memory, as many pages as it fills; None where the driver pins none.
 
         It is no part of a sleep. When its last view goes, the device's work is waited for, and the memory is given back.

@@ -7,7 +7,7 @@ neither torch nor transformers.
 """
 
 from hardpoint.layers.parallel import ParallelRank, Ranks
-from hardpoint.models.adapters import AdaptedLayer, adapted_layers, adapter_targets
+from hardpoint.models.adapter_layers import AdaptedLayer, adapted_layers, adapter_targets
 from hardpoint.models.base import CapturableModel, RunnableModel
 from hardpoint.models.loader import attention_layers, load_model
 from hardpoint.models.pictures import PictureProcessor, as_picture, picture_processor, read_picture
@@ -15,7 +15,7 @@ from hardpoint.models.pooling import LabelActivation, PoolingDefaults
 from hardpoint.models.registry import ARCHITECTURES, converted
 from hardpoint.models.source import DEMO, LOAD_FORMATS, ModelFormat, ModelSource, open_model
 from hardpoint.models.tokenizer import LightTokenizer, TokenizerBackend, load_tokenizer, panics_as_errors, write_chat
-from hardpoint.weights.adapters import Adapter, read_adapter
+from hardpoint.weights.peft_adapters import Adapter, read_adapter
 
 __all__ = [
     "ARCHITECTURES",

@@ -21,7 +21,7 @@ class RunnableModel(ABC):
     """A loaded model: a step gives hidden states, and these, where they are wanted, logits or tokens.
 
     Attributes:
-        path: how it runs: "fused" (the kernel set's program), "lean" (the core's layers) or "transformers".
+        path: how it runs: "fused" (the kernel set's program), "modules" (the core's layers) or "transformers".
     """
 
     path: ClassVar[str]

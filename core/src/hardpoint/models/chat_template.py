@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MOST_SECONDS = 2.0
+MAX_SECONDS = 2.0
 """Processor time that a template may take."""
-MOST_CHARACTERS = 1 << 27
+MAX_CHARACTERS = 1 << 27
 """What it may build in all, where an element of a list counts as some."""
 _ELEMENT = 64
 _LONGEST_ARGUMENT = 1 << 20
@@ -41,15 +41,15 @@ class _Budget:
     """What a rendering may still take."""
 
     def __init__(self) -> None:
-        self._end = time.thread_time() + MOST_SECONDS
-        self._left = MOST_CHARACTERS
+        self._end = time.thread_time() + MAX_SECONDS
+        self._left = MAX_CHARACTERS
 
     def need(self, size: int) -> None:
         """Raise TemplateTakesTooMuch where there is no room for so much, or no time."""
         if size > self._left:
-            raise TemplateTakesTooMuch(f"it builds more than {MOST_CHARACTERS} characters")
+            raise TemplateTakesTooMuch(f"it builds more than {MAX_CHARACTERS} characters")
         if time.thread_time() > self._end:
-            raise TemplateTakesTooMuch(f"it computes for more than {MOST_SECONDS:g} s")
+            raise TemplateTakesTooMuch(f"it computes for more than {MAX_SECONDS:g} s")
 
     def take(self, value: Any) -> Any:
         """Count a value that was built, and return it."""
@@ -131,20 +131,20 @@ def _growth(name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         return 0
     subject, others = given[0] if given else "", [*given[1:], *named.values()]
     numbers = [abs(one) for one in others if isinstance(one, int)]
-    longest = max([1, *(_size(one, MOST_CHARACTERS) for one in others)])
+    longest = max([1, *(_size(one, MAX_CHARACTERS) for one in others)])
     if max([0, *numbers]) > _LONGEST_ARGUMENT:
-        return MOST_CHARACTERS + 1
+        return MAX_CHARACTERS + 1
     if name in _WIDENING:
         return max([0, *numbers]) * longest
     if name in _PER_PLACE:
-        return _size(subject, MOST_CHARACTERS) * max([longest, *numbers])
+        return _size(subject, MAX_CHARACTERS) * max([longest, *numbers])
     if name == "replace":
         return str(subject).count(str(others[0])) * longest if len(others) > 1 else 0
     if name == "join":
         # A filter has the parts first, a method the separator.
         parts = [one for one in (subject, *others) if hasattr(type(one), "__len__")]
         texts = [len(one) for one in parts if isinstance(one, str)]
-        return sum(_size(one, MOST_CHARACTERS) for one in parts) + max(map(len, parts)) * max([0, *texts])
+        return sum(_size(one, MAX_CHARACTERS) for one in parts) + max(map(len, parts)) * max([0, *texts])
     text = str(subject)
     widths = sum(int(digits[:12]) for digits in re.findall(r"\d+", text))
     return widths + (text.count("%") + text.count("{")) * max([longest, *numbers])
@@ -232,7 +232,7 @@ def _built(context: Context, value: Any) -> Any:
 @pass_context
 def _written(context: Context, value: Any) -> str:
     budget = _budget.get()
-    budget.need(_size(value, MOST_CHARACTERS))
+    budget.need(_size(value, MAX_CHARACTERS))
     text: str = budget.take(str(value))
     return text
 
@@ -258,7 +258,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
-        sizes = [_size(one, MOST_CHARACTERS) for one in (left, right)]
+        sizes = [_size(one, MAX_CHARACTERS) for one in (left, right)]
         if operator == "*":
             counts = [one for one in (left, right) if isinstance(one, int)]
             budget.need(sum(sizes) if len(counts) != 1 else max(0, counts[0]) * max(sizes))

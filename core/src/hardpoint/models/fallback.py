@@ -28,6 +28,7 @@ from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, UnsupportedArchitecture
 from hardpoint.models.base import RunnableModel
+from hardpoint.models.config_file import supported_architectures
 from hardpoint.models.registry import is_known
 from hardpoint.weights.kv_scales import ScalesInUse, is_scale, unscaled
 from hardpoint.weights.loading import check_tensors
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.allocator import DeviceAllocator
     from hardpoint.interfaces.attention import AttentionBackend
     from hardpoint.models.source import ModelSource
-    from hardpoint.weights.loading import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +213,6 @@ def _disagreements(config: Any, layers: Mapping[int, AttentionLayer]) -> list[st
 
 
 def _unsupported(source: ModelSource, reasons: Iterable[str]) -> UnsupportedArchitecture:
-    from hardpoint.models.source import supported_architectures
-
     return UnsupportedArchitecture(
         f"{source.architecture} cannot be run", found="; ".join(dict.fromkeys(reasons)), hint=supported_architectures()
     )
@@ -322,14 +320,11 @@ class TransformersDecoder(RunnableModel):
     def load(
         cls,
         source: ModelSource,
-        dtype: DType,
         groups: tuple[KVCacheGroup, ...],
         attention: AttentionBackend,
         allocator: DeviceAllocator,
         torch_device: str,
-        max_context: int,
         dummy_seed: int | None,
-        progress: Progress | None,
     ) -> TransformersDecoder:
         """Load by transformers' own conventions, move into the allocator's memory, and compare with eager attention.
 
@@ -339,30 +334,27 @@ class TransformersDecoder(RunnableModel):
         Raises:
             UnsupportedArchitecture: the model cannot be run, or does not compute what transformers computes.
             CorruptWeights: the checkpoint does not fit the configuration or is damaged.
-            ConfigError: `max_context` is beyond what a position-dependent rotary scaling can keep constant.
+            ConfigError: the longest context is beyond what a position-dependent rotary scaling can keep constant.
         """
-        places, plan = places_of(groups), groups[0].plan
+        places, request = places_of(groups), groups[0].plan.request
         planned = tuple(groups[group].plan.request.layers[index] for group, index in places)
         if unscaled(planned) != source.attention_layers():
             raise ConfigError("the attention plan was made for another model", found=source.architecture)
-        _check_rope(source, max_context)
+        _check_rope(source, request.max_context)
         if source.gguf is not None:
             raise _unsupported(source, ["GGUF files are read for the core's own families only"])
-        model = _load(source, dtype, dummy_seed)
+        model = _load(source, request.dtype, dummy_seed)
         _without_padding(model.config)
         allocator.adopt(model, WEIGHTS)
-        scales = source.scales_in_use(plan.request.kv_dtype)
+        scales = source.scales_in_use(request.kv_dtype)
         decoder = cls(
-            model.eval(), attention, source.attention_layers(), groups, scales, torch_device, dtype, dummy_seed
+            model.eval(), attention, source.attention_layers(), groups, scales, torch_device, request.dtype, dummy_seed
         )
-        decoder._compare_with_eager(source, groups, allocator, dtype)
+        decoder._compare_with_eager(source, groups, allocator, request.dtype)
         if source.text_config is not source.config:
             logger.warning(
                 "%s runs on text alone: %s has other parts, which are not used", source.path, source.architecture
             )
-        if progress is not None:
-            count = sum(1 for _ in model.parameters())
-            progress(count, count)
         return decoder
 
     @torch.no_grad()

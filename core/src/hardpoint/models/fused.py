@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hardpoint.models.source import ModelSource
     from hardpoint.weights.checkpoint import Checkpoint
     from hardpoint.weights.kv_scales import ScalesInUse
-    from hardpoint.weights.loading import Progress
 
 
 class FusedModel(FamilyModel):
@@ -90,7 +89,6 @@ class FusedModel(FamilyModel):
     def _fill(
         self,
         checkpoint: Checkpoint,
-        progress: Progress | None,
         only: Collection[str] | None,
         begin: Callable[[], None] | None,
     ) -> None:
@@ -110,7 +108,7 @@ class FusedModel(FamilyModel):
             self._program.load_weight(name, tensor, row)
             written[tensor.shape, tensor.dtype].append(tensor)
 
-        load_weights(self._weights, checkpoint, place, finish, progress, divides=True, only=only, begin=begin)
+        load_weights(self._weights, checkpoint, place, finish, divides=True, only=only, begin=begin)
 
     def _present(self, name: str) -> Tensor:
         return self._program.read_weight(name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound
-from hardpoint.weights.checkpoint import SAFETENSORS_SINGLE
+from hardpoint.weights.checkpoint import SAFETENSORS_SINGLE, listed
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -153,7 +153,7 @@ def wanted_files(model: HubModel, names: Collection[str], weights: bool, code: b
         if len(found) != 1:
             raise ModelNotFound(
                 f"{model.repo} has {'no' if not found else 'more than one'} GGUF file '{model.file}'",
-                found=_listed(found or ggufs) or "no GGUF file",
+                found=listed(sorted(found or ggufs)) or "no GGUF file",
                 hint="Give a file's whole name after the colon",
             )
         return found
@@ -162,7 +162,7 @@ def wanted_files(model: HubModel, names: Collection[str], weights: bool, code: b
             return ggufs
         raise ModelNotFound(
             f"{model.repo} is not a model that Hardpoint reads",
-            found=f"no config.json, and {_listed(ggufs) or 'no GGUF file'}",
+            found=f"no config.json, and {listed(sorted(ggufs)) or 'no GGUF file'}",
             hint=f"Name one of its GGUF files: {model.repo}:FILE" if ggufs else None,
         )
     wanted = [name for name in names if _SMALL_FILES.fullmatch(name) or (code and name.endswith(".py"))]
@@ -174,7 +174,7 @@ def wanted_files(model: HubModel, names: Collection[str], weights: bool, code: b
             pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
             raise ModelError(
                 f"{model.repo} has no weights that Hardpoint reads",
-                found=_listed(pickled) or _listed(sorted(names)),
+                found=listed(pickled or sorted(names)),
                 hint="Safetensors and GGUF files are read; pickled ones can run code. Look for a revision or copy in safetensors",
             )
         wanted += standard or tensors
@@ -277,8 +277,3 @@ def _refused(model: HubModel, error: Exception) -> ModelError:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = sorted(names)[:8]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.allocator import DeviceAllocator
@@ -12,12 +11,13 @@ from hardpoint.interfaces.batch import EmbeddingKind
 from hardpoint.interfaces.blocks import Quantization
 from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import CapabilityRefused, ConfigError
+from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.interfaces.kernels import FuseRequest, KernelSet
 from hardpoint.layers.parallel import ALONE, NO_OTHERS, ParallelRank, Ranks, layers_of_stage
 from hardpoint.models.base import RunnableModel
-from hardpoint.models.source import LOAD_FORMATS, ModelFormat, ModelSource
+from hardpoint.models.source import ModelFormat, ModelSource
 from hardpoint.weights.kv_scales import scaled, takes_scales
+from hardpoint.weights.loading import with_standard_names
 
 if TYPE_CHECKING:
     from hardpoint.layers.adapters import AdapterSlots
@@ -34,7 +34,7 @@ def attention_layers(
         kv_dtype: of the KV cache; None for `dtype`.
 
     Raises:
-        CapabilityRefused, UnsupportedArchitecture: see `ModelSource.attention_layers` and `ModelSource.check_divides`.
+        CapabilityRefused, UnsupportedArchitecture: see `ModelSource.attention_layers` and `ModelSource.divided`.
         CorruptWeights: the scales are damaged, not of all layers, or of single heads.
         ConfigError: the scales are for another format than fp8.
     """
@@ -53,7 +53,6 @@ def attention_layers(
 def load_model(
     source: ModelSource,
     *,
-    dtype: DType,
     groups: tuple[KVCacheGroup, ...],
     attention: AttentionBackend,
     kernels: KernelSet | None,
@@ -61,75 +60,63 @@ def load_model(
     torch_device: str,
     max_num_tokens: int,
     max_num_samples: int,
-    max_context: int,
-    load_format: str = "auto",
     quantization: Quantization = Quantization.NONE,
     use_fused_decoder: bool = True,
-    use_lean_decoder: bool = True,
     seed: int = 0,
     rank: ParallelRank = ALONE,
     ranks: Ranks = NO_OTHERS,
-    progress: Callable[[int, int], None] | None = None,
     adapters: AdapterSlots | None = None,
 ) -> RunnableModel:
     """Load a model by the first way that can run it: the kernel set's program, the core's layers, transformers' code.
 
     Args:
-        dtype: of weights and activations.
-        groups: KV cache groups with the plans of `attention` for `attention_layers(source, dtype, rank, kv_dtype)`.
+        groups: KV cache groups with the plans of `attention` for `attention_layers(source, dtype, rank, kv_dtype)`; their dtype is that of
+            weights and activations.
         kernels: the backend's fused operators; None for plain torch.
         torch_device: what torch calls the device.
         max_num_tokens: most tokens in one step.
         max_num_samples: most rows of logits in one step.
-        max_context: longest context in tokens.
-        load_format: "auto", or "dummy" for seeded random weights; otherwise as `source` was opened.
         quantization: how weights are stored and multiplied by.
-        use_fused_decoder, use_lean_decoder: False passes over that way.
+        use_fused_decoder: False passes over that way.
+        seed: of random weights, where the source's format is dummy.
         rank: whose share of the model is loaded; only the core's layers run anything less than the whole.
         ranks: the other ranks, where there are any.
-        progress: called with (weights done, weights in all).
         adapters: what linear layers add to their products; transformers' code does not. None for a model without adapters.
 
     Raises:
         CorruptWeights: the checkpoint does not fit the configuration or is damaged.
         UnsupportedArchitecture: no way can run the model; says why.
         DeviceOutOfMemory: the weights do not fit.
-        ConfigError: a load format that does not fit the source.
         CapabilityRefused: the model cannot be divided like this, or its weights not be stored as asked.
     """
-    if load_format not in LOAD_FORMATS or (
-        load_format not in ("auto", ModelFormat.DUMMY) and load_format != source.format
-    ):
-        raise ConfigError(f"load_format {load_format!r} does not fit the model", found=str(source.format))
-    dummy = ModelFormat.DUMMY in (load_format, source.format)
-
-    dummy_seed = seed if dummy else None
+    planned = groups[0].plan.request
+    dtype, max_context = planned.dtype, planned.max_context
+    dummy_seed = seed if source.format is ModelFormat.DUMMY else None
     description = source.describe(dtype) if rank.is_alone else source.divided(dtype, rank)
     from hardpoint.models.stored_blocks import store_in_blocks, wants_blocks
 
-    runs_layers = not isinstance(description, Refusal) and (use_lean_decoder or not rank.is_alone)
-    checkpoint = source.weights({}, dummy_seed)
-    in_blocks = wants_blocks(quantization, checkpoint, kernels, source.path, runs_layers=runs_layers)
-    if adapters is not None and (isinstance(description, Refusal) or not runs_layers):
-        reasons = description.reasons if isinstance(description, Refusal) else ("its own layers are passed over",)
-        raise CapabilityRefused(
-            f"{source.path} takes no LoRA adapters",
-            reasons,
-            hint="Leave enable_lora out, or merge the adapter into the model",
-        )
-    if isinstance(description, Refusal) or not runs_layers:
+    runs_layers = not isinstance(description, Refusal)
+    in_blocks = wants_blocks(
+        quantization, source.weights({}, dummy_seed), kernels, source.path, runs_layers=runs_layers
+    )
+    if isinstance(description, Refusal):
+        if adapters is not None:
+            raise CapabilityRefused(
+                f"{source.path} takes no LoRA adapters",
+                description.reasons,
+                hint="Leave enable_lora out, or merge the adapter into the model",
+            )
         from hardpoint.models.fallback import TransformersDecoder
 
-        return TransformersDecoder.load(
-            source, dtype, groups, attention, allocator, torch_device, max_context, dummy_seed, progress
-        )
+        return TransformersDecoder.load(source, groups, attention, allocator, torch_device, dummy_seed)
     from hardpoint.layers import TORCH_OPERATORS, ModelContext
     from hardpoint.models.fused import FusedModel
     from hardpoint.models.modular import FamilyModel, ModularModel
     from hardpoint.quantization import packed
 
-    scales = source.scales_in_use(groups[0].plan.request.kv_dtype)
-    checkpoint = source.weights(description.checkpoint_shapes, dummy_seed)
+    scales = source.scales_in_use(planned.kv_dtype)
+    shapes = description.checkpoint_shapes
+    checkpoint = with_standard_names(source.weights(shapes, dummy_seed), shapes)
     loaded: FamilyModel | None = None
     # A program has the language model alone.
     encodes = EmbeddingKind.IMAGE in description.whole.embedding_kinds
@@ -179,5 +166,5 @@ def load_model(
         logger.warning(
             "%s has a head of its own, lm_head.weight, which is used: its configuration says tied", source.path
         )
-    loaded.load(checkpoint, progress)
+    loaded.load(checkpoint)
     return loaded

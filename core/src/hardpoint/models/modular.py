@@ -19,7 +19,7 @@ from hardpoint.layers import Step
 from hardpoint.layers.linear import Linear
 from hardpoint.models.base import CapturableModel, RunnableModel
 from hardpoint.weights.kv_scales import ScalesInUse
-from hardpoint.weights.loading import Progress, load_weights, update_weights, with_standard_names
+from hardpoint.weights.loading import load_weights, update_weights, with_standard_names
 from hardpoint.weights.sources import WeightReloader, extents
 
 if TYPE_CHECKING:
@@ -59,14 +59,13 @@ class FamilyModel(RunnableModel):
     def load(
         self,
         checkpoint: Checkpoint,
-        progress: Progress | None = None,
         *,
         only: Collection[str] | None = None,
         begin: Callable[[], None] | None = None,
     ) -> None:
         """Fill the weights; raises CorruptWeights. For `only` and `begin` see `load_weights`."""
         with torch.no_grad():
-            self._fill(checkpoint, progress, only, begin)
+            self._fill(checkpoint, only, begin)
 
     @property
     def share(self) -> Family:
@@ -133,7 +132,6 @@ class FamilyModel(RunnableModel):
     def _fill(
         self,
         checkpoint: Checkpoint,
-        progress: Progress | None,
         only: Collection[str] | None,
         begin: Callable[[], None] | None,
     ) -> None:
@@ -155,7 +153,7 @@ class ModularModel(FamilyModel, CapturableModel):
     a layout of its own for; other matrix products are torch's. A weight's only copy lies in the allocator's memory.
     """
 
-    path: ClassVar[str] = "lean"
+    path: ClassVar[str] = "modules"
 
     def __init__(
         self,
@@ -255,7 +253,6 @@ class ModularModel(FamilyModel, CapturableModel):
     def _fill(
         self,
         checkpoint: Checkpoint,
-        progress: Progress | None,
         only: Collection[str] | None,
         begin: Callable[[], None] | None,
     ) -> None:
@@ -265,7 +262,7 @@ class ModularModel(FamilyModel, CapturableModel):
         def finish(name: str, row: int, tensor: Tensor) -> None:
             pass
 
-        load_weights(self._weights, checkpoint, place, finish, progress, only=only, begin=begin)
+        load_weights(self._weights, checkpoint, place, finish, only=only, begin=begin)
 
     def _present(self, name: str) -> Tensor:
         return self._model.get_parameter(name)

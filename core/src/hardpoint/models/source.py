@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,35 +17,45 @@ from hardpoint.interfaces.capabilities import AttentionLayer
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedArchitecture
 from hardpoint.models import modelscope
-from hardpoint.models.config import FULL, ModelConfig
+from hardpoint.models.config import ModelConfig
+from hardpoint.models.config_file import (
+    check_counts,
+    language_values,
+    named_architecture,
+    overridden,
+    picture_values,
+    quantisation,
+    read_json,
+    supported_architectures,
+    transformers_config,
+    with_one_rope,
+    without_quantisation,
+)
 from hardpoint.models.gguf_config import config_from_gguf, rope_divisors
 from hardpoint.models.hub import FetchedModel, HubModel, fetch
 from hardpoint.models.pooling import PoolingDefaults, PoolingFiles, pooling_defaults, read_pooling
 from hardpoint.models.registry import (
-    ARCHITECTURES,
-    ENCODERS,
-    architecture_of,
     family_of,
     is_known,
     language_part,
     takes_pictures,
 )
-from hardpoint.validation import NonNegativeInt, Validated, did_you_mean, shown
+from hardpoint.validation import NonNegativeInt, Validated, shown
 from hardpoint.weights.checkpoint import (
     SAFETENSORS_INDEX,
     Checkpoint,
     DummyCheckpoint,
     GGUFCheckpoint,
-    JoinedCheckpoint,
+    joined,
     open_safetensors,
     safetensors_files,
 )
 from hardpoint.weights.float8_formats import Float8Format
 from hardpoint.weights.gguf_file import GGUFFile, read_gguf
 from hardpoint.weights.integer_formats import IntegerFormat
-from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, quantises_weights, read_scales, takes_scales
+from hardpoint.weights.kv_scales import Scales, ScalesInUse, check_format, read_scales, takes_scales
 from hardpoint.weights.loading import has_own_head
-from hardpoint.weights.token_head import TokenHead, TokenHeadCheckpoint
+from hardpoint.weights.token_head import TokenHead, with_token_head
 
 if TYPE_CHECKING:
     from hardpoint.layers.parallel import ParallelRank
@@ -122,8 +131,8 @@ class ModelSource:
             parts = {module.path: open_safetensors(self.path / module.path) for module in self.pooling_files.dense}
             plain = open_safetensors(self.path)
             main = plain if self.matrix_format is None else self.matrix_format.open(plain)
-            main = JoinedCheckpoint(main, parts) if parts else main
-        return main if self.token_head is None else TokenHeadCheckpoint(main, self.token_head)
+            main = joined(main, parts) if parts else main
+        return main if self.token_head is None else with_token_head(main, self.token_head)
 
     @cached_property
     def token_head(self) -> TokenHead | None:
@@ -214,7 +223,7 @@ class ModelSource:
     @cached_property
     def config(self) -> Any:
         """transformers' configuration, for its own modelling code; of a folder, since that code reads no GGUF files."""
-        return _without_quantisation(_read_config(self.path, self.trust_remote_code))
+        return without_quantisation(transformers_config(self.path, self.trust_remote_code))
 
     @property
     def text_config(self) -> Any:
@@ -404,9 +413,9 @@ class ModelSource:
                     found=found,
                     hint=f"Give 'auto', 'vllm', or a folder with {_GENERATION_CONFIG}",
                 )
-            return _read_json(file)
+            return read_json(file)
         file = self.path / _GENERATION_CONFIG
-        return _read_json(file) if self.gguf is None and file.is_file() else {}
+        return read_json(file) if self.gguf is None and file.is_file() else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,8 +553,8 @@ def _open_gguf(path: Path, load_format: str, overrides: Mapping[str, Any]) -> Mo
     if load_format not in ("auto", ModelFormat.GGUF, ModelFormat.DUMMY):
         raise ConfigError(f"load_format {load_format!r} does not fit the model", found=f"a GGUF file, {path.name}")
     file = read_gguf(path)
-    values = _overridden(config_from_gguf(file), overrides)
-    architecture = _architecture(path, values)
+    values = overridden(config_from_gguf(file), overrides)
+    architecture = named_architecture(path, values)
     try:
         config = ModelConfig(architecture, values, str(path))
         config.check()
@@ -570,21 +579,21 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool, overri
         )
     if load_format == ModelFormat.GGUF:
         raise ConfigError("load_format 'gguf' does not fit the model", found=f"a folder with config.json, {folder}")
-    written = _overridden(_with_one_rope(_read_json(folder / "config.json")), overrides)
-    _check_counts(folder / "config.json", written)
-    architecture = _architecture(folder, written)
+    written = overridden(with_one_rope(read_json(folder / "config.json")), overrides)
+    check_counts(folder / "config.json", written)
+    architecture = named_architecture(folder, written)
     part = language_part(architecture)
     if part is not None:
         _log.warning("%s runs on text alone: of %s the language model is loaded", folder, architecture)
-        architecture, written = part, _language_values(folder, written)
+        architecture, written = part, language_values(folder, written)
     elif takes_pictures(architecture):
         # Older checkpoints say what is of the language model beside what is of all.
-        language = _language_values(folder, written) if "text_config" in written else written
-        written = {**language, **_of_pictures(written)}
+        language = language_values(folder, written) if "text_config" in written else written
+        written = {**language, **picture_values(written)}
     if is_known(architecture):
         values: Mapping[str, Any] = written
         ModelConfig(architecture, values, str(folder / "config.json")).check()
-        kv_quantisation, matrix_format = _quantisation(folder, written)
+        kv_quantisation, matrix_format = quantisation(folder, written)
     else:
         if overrides:
             raise ConfigError(
@@ -592,8 +601,8 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool, overri
                 found=f"the architecture {architecture}, with {', '.join(map(str, overrides))}",
                 hint="Edit config.json in a copy of the model's folder, and give that",
             )
-        config = _read_config(folder, trust_remote_code)
-        kv_quantisation, matrix_format = _quantisation(folder, config.to_dict())
+        config = transformers_config(folder, trust_remote_code)
+        kv_quantisation, matrix_format = quantisation(folder, config.to_dict())
         text = config.get_text_config(decoder=True)
         if not hasattr(text, "to_dict"):
             raise ModelError(
@@ -615,209 +624,4 @@ def _open_folder(folder: Path, load_format: str, trust_remote_code: bool, overri
         kv_quantisation=kv_quantisation,
         matrix_format=matrix_format,
         hf_overrides=overrides,
-    )
-
-
-_OVERRIDES = frozenset(
-    {
-        *("architectures", "id2label", "label2id", "max_position_embeddings", "num_labels", "problem_type"),
-        *("classifier_from_token", "is_original_qwen3_reranker", "method", "use_sep_token"),
-        *("is_matryoshka", "matryoshka_dimensions", "sentence_transformers", "sbert_ce_default_activation_function"),
-        *("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
-    }
-)
-"""Values that are read of configurations, and that a file need not have."""
-
-
-_OF_ROPE = ("rope_theta", "partial_rotary_factor", "rope_scaling")
-"""What later configurations, of transformers 5, say in `rope_parameters`."""
-
-
-def _overridden(written: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with other values; raises ConfigError for one that nothing would read."""
-    text = written.get("text_config")
-    language = dict(text) if isinstance(text, Mapping) else {}
-    for name in overrides:
-        if name not in written and name not in language and name not in _OVERRIDES:
-            raise ConfigError(
-                f"hf_overrides names {shown(name)}, which nothing reads",
-                found="it is not in the model's configuration",
-                hint=did_you_mean(name, [*written, *language, *_OVERRIDES]),
-            )
-    merged = dict(written)
-    for name, value in overrides.items():
-        before = merged.get(name)
-        place = "rope_parameters" if isinstance(merged.get("rope_parameters"), Mapping) else "rope_scaling"
-        if name == place or (name in _OF_ROPE and place == "rope_parameters"):
-            change = value if name in (place, "rope_scaling") else {name: value}
-            merged[place] = _with_rope(merged.get(place), change)
-        elif not isinstance(before, Mapping) or not isinstance(value, Mapping):
-            merged[name] = value
-        else:
-            merged[name] = _overridden(language, value) if name == "text_config" else {**before, **value}
-        if language and name not in written:
-            # It is the language model's, whose values have a place of their own.
-            merged["text_config"] = _overridden(merged["text_config"], {name: value})
-    return merged
-
-
-def _with_one_rope(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration that says once how positions are rotated: of both names the former counts, as transformers reads them."""
-    kept, text, given = dict(written), written.get("text_config"), written.get("rope_parameters")
-    if isinstance(text, Mapping):
-        kept["text_config"] = _with_one_rope(text)
-    if written.get("rope_scaling") and isinstance(given, Mapping):
-        # Types of layers that have their own are more than the former name could say.
-        of_layers = any(isinstance(value, Mapping) for value in given.values())
-        kept.pop("rope_scaling" if of_layers else "rope_parameters")
-    return kept
-
-
-def _with_rope(before: Any, change: Any) -> Any:
-    """Return rotary parameters with other ones; None is no scaling.
-
-    Where types of layers have their own, those that are said of none are of the layers without a window, as transformers reads
-    them of older configurations.
-    """
-    if change is None:
-        change = {"rope_type": "default"}
-    if not isinstance(change, Mapping):
-        return change
-    if "type" in change:
-        change = {"rope_type": change["type"], **change}
-    merged = dict(before) if isinstance(before, Mapping) else {}
-    nested = any(isinstance(value, Mapping) for value in merged.values())
-    for name, value in change.items():
-        if isinstance(value, Mapping):
-            merged[name] = {**(merged.get(name) or {}), **value}
-        elif nested:
-            merged[FULL] = {**(merged.get(FULL) or {}), name: value}
-        else:
-            merged[name] = value
-    return merged
-
-
-def _language_values(folder: Path, written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language model, with what the whole one says for all its parts."""
-    text = written.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=f"text_config={shown(text)}")
-    of_all = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-    return {**{name: written[name] for name in of_all if name in written}, **text}
-
-
-def _of_pictures(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says beside its language model's: of pictures, and of the head, which is the whole model's."""
-    parts = ("vision_config", "text_config", "scale_factor", "image_token_id")
-    found = {name: written[name] for name in parts if name in written}
-    return {**found, "tie_word_embeddings": written.get("tie_word_embeddings", False)}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read", found=str(error), hint="Download the file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} cannot be read", found=f"a JSON {type(content).__name__} instead of an object")
-    return content
-
-
-_MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1 << 16) | {"num_labels": 1 << 20}
-"""Beyond any model's: transformers' configurations make an entry for each of them, whatever they are read for."""
-
-
-def _check_counts(file: Path, written: Mapping[str, Any]) -> None:
-    """Raise ModelError for a number, of the model or a part of it, of which transformers would make a list without end."""
-    for part in (written, *(value for value in written.values() if isinstance(value, Mapping))):
-        for name, most in _MOST.items():
-            value = part.get(name)
-            if isinstance(value, (int, float)) and not value <= most:
-                raise ModelError(
-                    f"{file} is not a usable configuration", found=f"{name} is {shown(value)}, not at most {most}"
-                )
-
-
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
-    written = _read_json(folder / "config.json")
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError) as error:
-        if "model_type" in written and not _knows(written["model_type"]):
-            raise UnsupportedArchitecture(
-                f"the architecture of {folder} is not known",
-                found=f"{shown(written.get('architectures') or 'no architecture')} "
-                f"(model_type {written['model_type']!r})",
-                hint=supported_architectures(),
-            ) from error
-        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=str(error)) from error
-    except Exception as error:  # transformers raises validation errors of its own and of its dependencies
-        raise ModelError(f"{folder / 'config.json'} is not a usable configuration", found=str(error)) from error
-
-
-def _knows(model_type: str) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return model_type in CONFIG_MAPPING_NAMES
-
-
-def _without_quantisation(config: Any) -> Any:
-    """Return a configuration without what `_quantisation` read, since transformers would look for the tool that wrote it."""
-    config.__dict__.pop("quantization_config", None)
-    return config
-
-
-def _quantisation(
-    folder: Path, config: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], IntegerFormat | Float8Format | None]:
-    """Return how the KV cache was calibrated, and in which format matrices are quantised; refuse formats that are not read."""
-    given: Any = config.get("quantization_config")
-    if given is None:
-        beside = folder / "hf_quant_config.json"
-        given = _read_json(beside) if beside.is_file() else {}
-    if not isinstance(given, Mapping):
-        raise ModelError(
-            f"{folder / 'config.json'} is not a usable configuration", found=f"quantization_config {given!r}"
-        )
-    format: IntegerFormat | Float8Format | None = None
-    try:
-        if given and quantises_weights(given):
-            format = Float8Format.of(given, str(folder)) or IntegerFormat.of(given, str(folder))
-    except (TypeError, ValueError, AttributeError) as error:  # of a value that is of another type than it must be
-        raise ModelError(
-            f"{folder} has no usable quantization_config",
-            found=str(error),
-            hint="Download its config.json again",
-        ) from error
-    return dict(given), format
-
-
-def _architecture(folder: Path, written: Mapping[str, Any]) -> str:
-    named = written.get("architectures")
-    if isinstance(named, list) and named:
-        return str(named[0])
-    model_type = written.get("model_type")
-    derived = architecture_of(model_type)
-    if derived is not None:
-        return derived
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
-    if found is None:
-        raise UnsupportedArchitecture(
-            f"{folder} does not name an architecture, and its model type has no decoder",
-            found=f"model_type {model_type!r}",
-            hint=supported_architectures(),
-        )
-    return str(found)
-
-
-def supported_architectures() -> str:
-    """Return, for a hint, which architectures run."""
-    return (
-        f"Lean decoders: {', '.join(ARCHITECTURES)}. Encoders: {', '.join(ENCODERS)}. "
-        "Other causal decoders of transformers run where their "
-        "attention goes through its attention interface and is plain, windowed or soft-capped softmax attention"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-_MOST_COMPOSED = 4
+_MAX_COMPOSED = 4
 """Characters of which NFC makes one: no canonical decomposition is longer."""
 _LAST_ASCII = 0x7F
 
@@ -53,7 +53,7 @@ def token_length(backend: Tokenizer) -> TokenLength | None:
     if any(ord(character) > _LAST_ASCII for character in missing):
         return None
     longest = max(map(len, (*vocabulary, *(token.content for token in added))))
-    return TokenLength(longest if normalizer is None else _MOST_COMPOSED * longest, "".join(missing))
+    return TokenLength(longest if normalizer is None else _MAX_COMPOSED * longest, "".join(missing))
 
 
 def _spelled_bytes() -> Iterator[tuple[str, str]]:

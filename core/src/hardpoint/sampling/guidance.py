@@ -154,12 +154,12 @@ class Grammars:
 
         self._submit(work, [guide for guide, _ in given])
 
-    def foresee(self, given: Sequence[tuple[Guide, Sequence[int]]]) -> None:
+    def prefetch_masks(self, given: Sequence[tuple[Guide, Sequence[int]]]) -> None:
         """Begin to make the masks behind guesses at sequences' next tokens, and behind those that were given before."""
 
         def work() -> None:
             for guide, tokens in given:
-                guide.foresee(tokens)
+                guide.prefetch_masks(tokens)
 
         self._submit(work, [guide for guide, _ in given])
 
@@ -259,7 +259,7 @@ class Guide:
         except Exception as error:
             self._fail(str(error))
 
-    def foresee(self, token_ids: Sequence[int]) -> None:
+    def prefetch_masks(self, token_ids: Sequence[int]) -> None:
         """Make the masks behind further guesses, up to the first that the grammar does not go on with.
 
         What fails so far ahead is no failure of the sequence: it is one once the guesses before it were sampled.

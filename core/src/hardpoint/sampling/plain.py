@@ -1,6 +1,6 @@
 """Sampling in torch's operators, for any device: nothing in a step waits for the device.
 
-Says the same as `hardpoint.sampling.reference`. Sums are of integers, so a row's token depends on that row alone.
+Says the same as `hardpoint_conformance.sampling_reference`. Sums are of integers, so a row's token depends on that row alone.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class SampledTokens:
 class Sampler:
     """Samples the next tokens of sequences, each of which has a row of a table on the device.
 
-    Processors work in the order that `SamplingParams` states; `hardpoint.sampling.reference` is the definition. What a sequence
+    Processors work in the order that `SamplingParams` states; `hardpoint_conformance.sampling_reference` is the definition. What a sequence
     is given depends on its own logits, parameters and tokens only, bit for bit: not on the batch, nor on preemption. A row that has no
     token fails alone.
 
@@ -206,7 +206,7 @@ class Sampler:
         self._table.reserve(int(rows.max()) + 1)
         return self._table.tables.last_tokens.index_select(0, self._upload(rows))
 
-    def announce(self, sequences: Sequence[SequenceSampling]) -> None:
+    def compile_grammars(self, sequences: Sequence[SequenceSampling]) -> None:
         """Begin to compile the grammars of sequences that `set_rows` will begin: a thread does it, while the model computes."""
         for sampling in sequences:
             self._guides.pop(sampling.state_row, None)
@@ -223,7 +223,7 @@ class Sampler:
             self._grammars.close()
 
     def set_rows(self, sequences: Sequence[SequenceSampling]) -> None:
-        """Begin sequences, each in its `state_row`, whatever had the row before; those with a grammar were announced.
+        """Begin sequences, each in its `state_row`, whatever had the row before; grammars were compiled by `compile_grammars`.
 
         Raises:
             ValueError: a sequence has no row.
@@ -285,7 +285,7 @@ class Sampler:
         Args:
             logits: float32[S, vocab_size] on the device, not changed.
             rows: int32[S], rows that were set; several times only one without a history or functions: for its next token and those after
-                guesses, which were `foreseen` where it follows a grammar.
+                guesses, which `prefetch_masks` was given where it follows a grammar.
             positions: int32[S], how many tokens the rows' sequences have.
 
         Raises:
@@ -331,7 +331,7 @@ class Sampler:
         logprobs = self._logprobs(shown, tokens, self._table.host[rows])
         return self._collectable(tokens, logprobs, processed, reasons, partial(self._advance, guided))
 
-    def foresee(self, rows: Int32Array, token_ids: Int64Array) -> None:
+    def prefetch_masks(self, rows: Int32Array, token_ids: Int64Array) -> None:
         """Take guesses at the next tokens of rows, in their order, and begin to make the masks behind them where grammars are followed.
 
         Args:
@@ -343,7 +343,7 @@ class Sampler:
             given.setdefault(int(rows[i]), (guide, []))[1].append(int(token_ids[i]))
         if given:
             assert self._grammars is not None
-            self._grammars.foresee(list(given.values()))
+            self._grammars.prefetch_masks(list(given.values()))
 
     def guess(self, logits: Tensor, rows: Int32Array, positions: Int32Array) -> Int64Array:
         """Return guesses at the tokens of rows, each but once: what would be sampled of these logits behind the guesses before.
@@ -355,7 +355,7 @@ class Sampler:
             self._table.set_allowed(rows[list(guided)].tolist(), [guide.masks()[-1] for guide in guided.values()])
         tokens, _ = self._draw(logits, logits, rows, positions)
         found: Int64Array = np.maximum(self._collectable(tokens, (), {}, {}).collect().token_ids, 0)
-        self.foresee(rows, found)
+        self.prefetch_masks(rows, found)
         return found
 
     def _guided(self, rows: Int32Array) -> dict[int, Guide]:

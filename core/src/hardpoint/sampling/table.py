@@ -15,7 +15,6 @@ from hardpoint.interfaces.sampling import TOP_P_BITS, Column, SamplingTables
 from hardpoint.sampling.masks import token_mask
 from hardpoint.sampling.params import GREEDY_BELOW
 from hardpoint.sampling.random import stream_key
-from hardpoint.sampling.reference import MAX_TEMPERATURE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 Records: TypeAlias = npt.NDArray[np.void]
 Upload: TypeAlias = "Callable[[npt.NDArray[np.generic]], Tensor]"
 
+MAX_TEMPERATURE = 1e30
+"""A higher temperature counts as this one, which makes all tokens alike that are not masked."""
 _FLOATS = {Column.INVERSE_TEMPERATURE, Column.LOG_MIN_P, Column.REPETITION, Column.FREQUENCY, Column.PRESENCE}
 _PARAMETERS = np.dtype([(column.name.lower(), "<f4" if column in _FLOATS else "<i4") for column in Column])
 _HOST = np.dtype(

@@ -76,7 +76,7 @@ class DeviceBudget:
                     if await self._make_room(model):
                         yield
                         break
-                # In short sleeps, since another may become idle or end meanwhile, or have to wake before it can make way.
+                # Poll: meanwhile another model may become idle, end, or have to wake before it can make way.
                 await asyncio.sleep(_PAUSE)
         finally:
             self._asking.remove(model)
@@ -85,7 +85,7 @@ class DeviceBudget:
 
     async def _make_room(self, model: ServedModel) -> bool:
         """Put others to sleep until there is room for a model; returns False where none may be now, or another one asked before."""
-        # What a model takes is known once it was loaded; until then it may take all.
+        # A model's need is known once it was loaded; until then it may take the whole budget.
         need = (model.need or self.limit) - model.device_bytes
         while sum(one.device_bytes for one in self._models) + need > self.limit:
             now = time.monotonic()

@@ -52,7 +52,7 @@ P = TypeVar("P", ChatChoice, ChatDelta)
 
 _BESIDE = "tools beside a text that must match: only with tool_choice 'none'"
 
-_MOST_LOGPROBS = 20
+_MAX_LOGPROBS = 20
 """OpenAI's limit."""
 
 
@@ -149,7 +149,7 @@ class _Answer:
             return begin + self._texts.written(index, completion.text)
         delta = self._delta(completion)
         if self._is_text_alone and not (completion.finished() or delta.delta.model_fields_set):
-            # What came may be the beginning of a mark.
+            # The delta is empty where the parsers hold its text back, which may begin a mark of theirs.
             return begin
         return begin + written(self._chunk([delta]))
 
@@ -165,7 +165,7 @@ class _Answer:
                 except InvalidSamplingParams as error:
                     if self._tools.grammar is None or not error.problem.startswith("structured_outputs "):
                         raise
-                    # The client asked for calls, and knows nothing of the grammar that they follow.
+                    # The client asked for tool calls, and knows nothing of the grammar by which they are enforced.
                     told = f"tools: their parameters allow no grammar of calls, as tool_choice needs one: {error}"
                     raise ApiError(400, told, "invalid_value", param="tools") from error
                 yield outputs
@@ -313,6 +313,6 @@ def _wanted_logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs=true", "invalid_value", param="top_logprobs")
-        if not 0 <= body.top_logprobs <= _MOST_LOGPROBS:
-            raise ApiError(400, f"top_logprobs: 0 to {_MOST_LOGPROBS}", "invalid_value", param="top_logprobs")
+        if not 0 <= body.top_logprobs <= _MAX_LOGPROBS:
+            raise ApiError(400, f"top_logprobs: 0 to {_MAX_LOGPROBS}", "invalid_value", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None

@@ -66,7 +66,7 @@ class _Answer:
         self._options = stream_options(body)
         self._limits = request_limits(request)
         self._check_embeds()
-        # One token is computed where none is asked for, and left out.
+        # With max_tokens=0, which asks for the echoed prompt alone, one token is computed and left out of the answer.
         self._is_prompt_alone = bool(body.echo) and body.max_tokens == 0
         more = {} if body.max_tokens is None else {"max_tokens": body.max_tokens or int(self._is_prompt_alone)}
         if body.echo and body.logprobs is not None:
@@ -124,7 +124,7 @@ class _Answer:
                 self._model.stream(prompt, params, priority=self._body.priority, **self._limits) for prompt in tokenized
             ]
             outputs = numbered(await entered(stack, streams))
-            # Before the streams that it reads, also where nobody reads it to its end.
+            # `outputs` must be closed before the streams that it reads, also where nobody reads it to its end.
             stack.push_async_callback(aclose, outputs)
             yield outputs
 
@@ -213,10 +213,10 @@ class _Answer:
         if is_first:
             text = self._prompt_text(output) if self._body.echo else ""
             if output.prompt_logprobs is not None:
-                # What the tokenizer put before a text is not in it.
+                # Special tokens that the tokenizer put before a text are not in the text.
                 skip = detokenizer.decode(prompt) != text
                 places = _Places(detokenizer.incremental([], skip_special_tokens=skip), 0)
-                # A request that was ended early may have fewer.
+                # A request that was ended early may have log probabilities of fewer tokens.
                 for token_id, position in zip(prompt, output.prompt_logprobs, strict=False):
                     _add(shown, token_id, position, places, detokenizer)
             step = detokenizer.incremental(prompt, skip_special_tokens=self._params.skip_special_tokens)

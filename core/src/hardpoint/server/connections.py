@@ -76,13 +76,13 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def _begin_to_count(self) -> None:
-        # What comes while headers are waited for counts, whatever it is: the rest of a body that was refused, perhaps.
+        # All bytes that come while headers are waited for count: also the rest of a body that was refused.
         if self._timer is None:
             self._received = 0
 
     def _refuse(self, what: str, size: int) -> NoReturn:
         self.transport.close()
-        # What the parser is told so ends its work on this connection.
+        # An exception in a callback makes the parser stop its work on this connection.
         raise ValueError(f"a request's {what} have {size} bytes")
 
     def _wait(self) -> None:

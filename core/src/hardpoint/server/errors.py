@@ -40,7 +40,7 @@ _RETRY_SECONDS = 5
 _UNREADABLE = "There was an error parsing the body"
 """What FastAPI says where reading the JSON of a body raises something else than its own error."""
 
-# The first class that fits counts.
+# In this order: the first class that the error is an instance of gives its status.
 _STATUS: tuple[tuple[type[HardpointError], int, str], ...] = (
     (PromptTooLong, 400, "context_length_exceeded"),
     (AdapterNotFound, 404, "adapter_not_found"),
@@ -105,7 +105,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, code: str, param: str | None = None, retry_after: float | None = None
     ) -> None:
-        # It may quote a lone surrogate, which no answer can carry.
+        # The message may quote a lone surrogate, which no answer can carry.
         message = message.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
@@ -172,7 +172,7 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
     if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
         if is_json(content_type):
             return ApiError(400, "the body is JSON, but not an object", "invalid_value")
-        # Not read as JSON all the same: a web page of any origin may send another type without asking, and would reach a server at home.
+        # The body is not read as JSON: a web page of any origin may send other types without a preflight, and would reach a local server.
         return ApiError(415, "the body must be sent with Content-Type: application/json", "unsupported_media_type")
     if first["type"] == "json_invalid":
         return ApiError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, Generic, Protocol, Self, TypedDict, TypeVar
 
@@ -19,39 +19,23 @@ from hardpoint.interfaces.errors import InvalidSamplingParams
 from hardpoint.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.http import event_stream, until_gone
-from hardpoint.server.protocol import CachedTokens, Sampling, StreamOptions, TopLogprob, Usage
+from hardpoint.server.protocol import CachedTokens, CompletionRequest, Sampling, StreamOptions, TopLogprob, Usage
 from hardpoint.server.served_model import WhenAsleep
 from hardpoint.validation import INT32_MAX
 
 T = TypeVar("T")
 
-# Fields of requests that are sampling parameters of the same name.
-_SAME = (
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
+_OTHERWISE_MADE = {"logit_bias", "logprobs", "max_tokens", "structured_outputs"}
+# Sampling parameters that a request has as fields of the same name and meaning.
+_SAME = tuple(
+    one.name
+    for one in fields(SamplingParams)
+    if one.name in CompletionRequest.model_fields and one.name not in _OTHERWISE_MADE
 )
 _OF_BEAMS = ("n", "temperature", "ignore_eos", "include_stop_str_in_output")
-# These leave a beam search as it is.
+# Parameters that a beam search is allowed to have and ignores.
 _NEUTRAL_FOR_BEAMS = ("seed", "top_p", "top_k", "min_p", "skip_special_tokens", "spaces_between_special_tokens")
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not have."""
 TIMEOUT_HEADER, ASLEEP_HEADER = "X-Request-Timeout", "X-When-Asleep"
 
@@ -217,7 +201,7 @@ def top_logprobs(position: PositionLogprobs, detokenizer: Detokenizer) -> list[T
     return [
         TopLogprob(
             token=detokenizer.token_text(token_id) if one.decoded_token is None else one.decoded_token,
-            logprob=max(one.logprob, _LEAST_LOGPROB),
+            logprob=max(one.logprob, _MIN_LOGPROB),
             bytes=list(detokenizer.token_bytes(token_id)),
         )
         for token_id, one in position.items()

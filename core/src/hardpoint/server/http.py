@@ -30,6 +30,8 @@ _SEND = "hardpoint.send"
 BODY = "hardpoint.body"
 """Of a request's scope: its body, whole."""
 
+_BODY_SECONDS = 60.0
+"""In which a request's body must have come whole."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
@@ -43,7 +45,6 @@ class Gate:
         keys: one of which a request must bear (`Authorization: Bearer KEY`); none lets everybody in.
         open_paths: for which no key is asked.
         max_body: bytes of a body.
-        body_seconds: in which a body must have come whole.
         streamed: methods whose bodies the application reads itself, piece by piece, with a limit of its own.
     """
 
@@ -53,13 +54,12 @@ class Gate:
         keys: Collection[str] = (),
         open_paths: Collection[str] = (),
         max_body: int = 32 << 20,
-        body_seconds: float = 60.0,
         streamed: Collection[str] = (),
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._open_paths = frozenset(open_paths)
-        self._max_body, self._body_seconds = max_body, body_seconds
+        self._max_body = max_body
         self._streamed = frozenset(streamed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,14 +90,14 @@ class Gate:
             await error.response()(scope, receive, answer)
         finally:
             seconds = time.perf_counter() - start
-            # Quoted again: a line's end in it would write a line of its own.
+            # The path is quoted again: a line break in it would forge a line of the log.
             _log.info("%s %s %d %.3fs %s", scope["method"], quote(scope["path"]), status, seconds, request_id)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if not self._keys or path in self._open_paths:
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        # All are compared, so that the time says nothing of which one nearly fits.
+        # All keys are compared, so that the time says nothing of which one nearly fits.
         fits = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         if scheme.lower() != b"bearer" or not any(fits):
             raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", "invalid_api_key")
@@ -108,7 +108,7 @@ class Gate:
         if not told.isdigit() or int(told) > self._max_body:
             raise self._too_large()
         try:
-            async with asyncio.timeout(self._body_seconds):
+            async with asyncio.timeout(_BODY_SECONDS):
                 parts, size, more = [], 0, True
                 while more:
                     message = await receive()
@@ -121,7 +121,7 @@ class Gate:
                     parts.append(part)
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self._body_seconds:g} s", "request_timeout") from None
+            raise ApiError(408, f"the body did not come within {_BODY_SECONDS:g} s", "request_timeout") from None
         return b"".join(parts)
 
     def _too_large(self) -> ApiError:
@@ -163,7 +163,7 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
             while (await receive())["type"] != "http.disconnect":
                 pass
     except asyncio.CancelledError:
-        # As `asyncio.timeout` tells its own cancellation from another's.
+        # As `asyncio.timeout` does: `uncancel` tells our own cancellation from somebody else's.
         if not working.done() or task.uncancel() > cancelling:
             raise
     finally:

@@ -264,7 +264,7 @@ class RequestWatch:
             self._tokens += len(one.token_ids)
         if self._last is not None:
             metrics.inter_token.observe(now - self._last)
-        # One that was ended before its first token has no time of it.
+        # A request that was ended before its first token has no time to first token.
         elif (times := output.metrics) is not None and times.first_token_time is not None:
             self._first = (times.first_token_time if output.finished else now) - self._start
             metrics.first_token.observe(self._first)

@@ -8,7 +8,7 @@ from typing import Any
 
 _BLOCK = 64
 """Characters by which beginnings grow: about a KV block of tokens."""
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 _FIELDS = ("messages", "prompt", "input")
 
 
@@ -26,7 +26,7 @@ def beginnings(body: bytes) -> tuple[str, ...]:
     text = next((_text(fields[name]) for name in _FIELDS if fields.get(name)), "")
     hashed = blake2b(json.dumps(fields.get("cache_salt")).encode(), digest_size=12)
     names = []
-    for start in range(0, min(len(text) - _BLOCK + 1, _BLOCK * _MOST_BLOCKS), _BLOCK):
+    for start in range(0, min(len(text) - _BLOCK + 1, _BLOCK * _MAX_BLOCKS), _BLOCK):
         hashed.update(text[start : start + _BLOCK].encode("utf-8", "surrogatepass"))
         names.append(hashed.hexdigest())
     return tuple(names)

@@ -85,7 +85,7 @@ class Sampling(_Request):
     max_tokens: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # vLLM's
+    # Fields of vLLM's server
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -108,9 +108,9 @@ class Sampling(_Request):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # OpenAI's of conversations, and vLLM's of all texts
+    # A field of conversations in OpenAI's interface, and of all requests in vLLM's
     response_format: ResponseFormat | None = None
-    # No meaning here
+    # Accepted, and without meaning here
     user: Inert = None
     metadata: Inert = None
     service_tier: Inert = None

@@ -121,7 +121,7 @@ class Replica:
         metrics = Metrics()
         self._id = serve.get_replica_context().replica_id.unique_id.encode()
         self._model = ServedModel(name, model, settings, options, metrics.of(name))
-        # Bodies were measured by the front.
+        # The front has limited the size of bodies already.
         self._app = public_app(Fleet([self._model]), metrics, max_body=1 << 40)
         self._starting: asyncio.Task[None] | None = None
 
@@ -158,7 +158,7 @@ class Replica:
         async def receive() -> Message:
             nonlocal is_read
             if is_read:
-                # That the client left is this generator's end.
+                # A client that leaves ends this generator, so no disconnect is reported here.
                 await asyncio.Event().wait()
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
@@ -217,7 +217,7 @@ class Forward:
                 if refusal is None:
                     raise
                 if begun and is_stream:
-                    # In the middle of it, as the server itself says that an engine died.
+                    # The stream has begun: the error is an event of it, as it is where an engine dies under the server itself.
                     event = b"data: " + refusal.response().body + b"\n\n"
                     await send({"type": "http.response.body", "body": event, "more_body": False})
                     return
@@ -229,10 +229,10 @@ class Forward:
                     "a replica was lost before it answered; the request goes to another one (%d tries left)", left
                 )
             except BaseException:
-                # The client left: its replica is not to go on.
+                # The client left: stop its request on the replica.
                 answers.cancel()
                 raise
-            # The one that was lost is not to be preferred.
+            # Without names of prompt beginnings no replica is preferred, least of all the one that was lost.
             names = ()
             await asyncio.sleep(delay)
             delay *= 2
@@ -316,7 +316,7 @@ def application(
         ray_actor_options=options.actor_options,
         max_ongoing_requests=serving.max_requests,
         max_queued_requests=serving.max_requests,
-        # What keeps a model from loading is told at once.
+        # An error of loading is reported at once, without further tries.
         max_constructor_retry_count=1,
         graceful_shutdown_timeout_s=serving.drain_seconds + 10,
         request_router_config={
@@ -327,7 +327,7 @@ def application(
     )
     fronted = serve.deployment(serve.ingress(front)()).options(
         name=FRONT,
-        # Where the proxy is: without its head a cluster is no more, so that no other machine's end takes a request with it.
+        # On the head node, where the proxy is: a cluster ends with its head anyway, and no other machine's end loses a request.
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         max_ongoing_requests=_FRONT_REQUESTS,
         graceful_shutdown_timeout_s=serving.drain_seconds + 10,

@@ -24,10 +24,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types her
     async def choose_replicas(self, candidate_replicas: Sequence[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return replicas by rank; of those of a rank Ray takes the one with the fewest requests."""
         if pending_request is not None:
-            # Where none of them takes it, Ray waits a little longer each time; without this it would ask again at once.
+            # Where no replica takes the request, Ray waits longer before each further try; without this it would ask again at once.
             pending_request.routing_context.should_backoff = True
         replicas = list(candidate_replicas)
-        # Of equally busy ones Ray takes the first.
+        # Ray takes the first of equally busy replicas.
         random.shuffle(replicas)
         loads = {one.replica_id: self.replica_queue_len_cache.get(one.replica_id) or 0 for one in replicas}
         owner = self._owners.preferred(_names(pending_request), loads)

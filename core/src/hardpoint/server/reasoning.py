@@ -61,7 +61,7 @@ class ReasoningParser:
         """Take the text's end; return what is left."""
         held, self._held = self._held, ""
         if self._reasons:
-            # Before the first word there may be a mark alone.
+            # A text that ends before its first word may be an opening mark alone, which is no reasoning.
             return held.strip(_SPACE).removeprefix(OPEN) if self._is_first else held.rstrip(_SPACE), ""
         return "", "" if self._is_first and self._is_over else held
 

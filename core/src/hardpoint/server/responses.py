@@ -23,7 +23,7 @@ from hardpoint.server.protocol import Inert, Unicode, new_id
 from hardpoint.server.served_model import ServedModel
 
 _TEXT = {"format": {"type": "text"}}
-# What may be given and has to be this, since the server does nothing else.
+# Fields that may be given with these values alone, since the server does nothing else.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -84,7 +84,7 @@ class ResponsesRequest(BaseModel):
     reasoning: Any = None
     truncation: Any = None
     text: Any = None
-    # No meaning here
+    # Accepted, and without meaning here
     parallel_tool_calls: Inert = None
     max_tool_calls: Inert = None
     stream_options: Inert = None
@@ -217,7 +217,7 @@ class _Answer:
                 last = output
         assert last is not None
         made = self._ended(last, last.outputs[0].text, len(last.outputs[0].token_ids))
-        # All fields are given, those too that have their usual values.
+        # Made anew, so that fields with default values count as set and are in the answer.
         return ModelResponse(**made.model_dump())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -228,7 +228,7 @@ class _Answer:
                 async for output in outputs:
                     completion = output.outputs[0]
                     text, tokens = text + completion.text, tokens + len(completion.token_ids)
-                    # A refusal still has a status of its own: nothing is said before the request was taken.
+                    # The first event waits for the first output, so that a request which is refused is answered with an HTTP status.
                     events = b"" if begun else self._beginning()
                     begun = True
                     if completion.text:
@@ -294,7 +294,7 @@ class _Answer:
         for message in [InputMessage(role="user", content=given)] if isinstance(given, str) else given:
             content = message.content
             text = content if isinstance(content, str) else "".join(part.text for part in content)
-            # Templates know the older name.
+            # Chat templates know the role by its older name.
             role = "system" if message.role == "developer" else message.role
             messages.append({"role": role, "content": text})
         return await self._model.apply_template(messages, add_generation_prompt=True)

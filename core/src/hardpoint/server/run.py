@@ -142,7 +142,7 @@ class HardpointServer:
                 one.result()
 
     async def _end(self, servers: Sequence[_QuietServer], serving: Sequence[asyncio.Task[None]]) -> None:
-        # Requests that come now are answered, with 503, until those in progress have ended.
+        # The servers still listen while requests in progress end: new ones are answered with 503.
         _log.info("ending: no new requests")
         await self.fleet.close()
         for server in servers:
@@ -163,7 +163,7 @@ class HardpointServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            # Nothing looks at who asks or by which scheme, so what a proxy says of that is not read.
+            # Nothing here depends on the client's address or scheme, so that a proxy's headers need not be trusted.
             proxy_headers=False,
             lifespan="off",
             ssl_certfile=self.settings.tls_certificate,
@@ -268,7 +268,7 @@ def _listen_at(path: Path) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
     try:
         _remove_abandoned(path)
-        # Owner alone from the first moment: the permissions are those that the process's mask leaves.
+        # A socket is created with the permissions that the umask leaves: the owner's alone from the first moment.
         mask = os.umask(0o177)
         try:
             made.bind(str(path))

@@ -405,7 +405,7 @@ class ServedModel:
             if policy is WhenAsleep.WAKE:
                 await asyncio.wait_for(asyncio.shield(self._wake_once()), limit)
             else:
-                # It may be on its way to sleep still, which a request must not ask again and again.
+                # `_awake` may still be set while the engine goes to sleep: without this, the request would ask again and again.
                 await self._note_state()
                 await asyncio.wait_for(self._awake.wait(), limit)
         except TimeoutError:
@@ -449,7 +449,7 @@ class ServedModel:
                 report = await self.llm.sleep(**arguments)
                 self.reason = "an operator asked for it"
             finally:
-                # Requests may wait because it was on its way, also where that failed.
+                # Requests may wait for a sleep that was under way, also where it failed: let them see the state.
                 with suppress(HardpointError, ApiError):
                     await self._note_state()
             self.metrics.slept(report)

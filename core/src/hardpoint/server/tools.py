@@ -89,7 +89,7 @@ class ToolParser(ABC):
             functions: schemas of their arguments by name; None for any object.
         """
 
-    # For subclasses: what a call in progress brings.
+    # For subclasses, which report a call while it is parsed
 
     def _report(self, call: _Call) -> None:
         """Give out what is new of a call that is one beyond doubt."""
@@ -180,7 +180,7 @@ class _Call:
 
     def _in_value(self, character: str) -> None:
         if not self._in_text and self._depth == 0 and self._value and character in ",}" + _SPACE:
-            # A number or a word has no end of its own.
+            # A number or a word ends where something else begins, which is still to be read.
             self._ends()
             self._state(character)
             return
@@ -268,7 +268,7 @@ class Hermes(ToolParser):
         if held[space:] == self._OPEN:
             self._call, self._held = _Call(), held[:space]
         elif not self._OPEN.startswith(held[space:]):
-            # What follows the first character may begin a mark itself.
+            # The held text is no mark; one may begin after its first character.
             start = space + 1
             while not self._OPEN.startswith(held[start:].lstrip(_SPACE)):
                 start += 1
@@ -277,7 +277,7 @@ class Hermes(ToolParser):
 
     def _end(self) -> None:
         if self._call is None:
-            # Space after calls is nobody's, nor is the beginning of the mark that ends one.
+            # Space after calls is no content, and neither is the beginning of the mark that ends a call.
             if not self._is_after and not (self.num_calls and not self._held.strip(_SPACE)):
                 self._content.append(self._held)
         elif not self._call.is_reported:

@@ -102,7 +102,7 @@ class Tracing:
     @contextmanager
     def operation(self, model: str, kind: str) -> Iterator[None]:
         """The span of a sleep or wake, below that of the request that asked for it where one did."""
-        # What the library itself would note of an exception is its message and traceback.
+        # The library would record an exception's message and traceback, which may quote a request.
         quiet = {"record_exception": False, "set_status_on_exception": False}
         with self._tracer.start_as_current_span(kind, attributes={"gen_ai.request.model": model}, **quiet) as span:
             try:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan, KVCacheSpec, Refusal
-from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused
+from hardpoint.interfaces.errors import BackendUnavailable, CapabilityRefused, InvalidBatch
 from hardpoint.triton.capabilities import triton_attention_capabilities
 from hardpoint.triton.choice import AttentionChoice, attention_choice
 from hardpoint.triton.launch import Launches, interpreter_is_on
-from hardpoint.triton.step import MOST_PROMPTS, InvalidBatch, OpenCache, Step, StepBuilder
+from hardpoint.triton.step import MAX_PROMPTS, OpenCache, Step, StepBuilder
 from hardpoint.triton.tiles import COPY_WORDS, TileTarget
+from hardpoint.worker.attention_checks import check_block_pairs, check_layer_cache, check_per_head, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from hardpoint.interfaces.backend import Device
     from hardpoint.interfaces.batch import Int32Array, StepBatch
-    from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionLayer, AttentionRequest
+    from hardpoint.interfaces.capabilities import AttentionCapabilities, AttentionRequest
 
 
 _MAX_RECENT = 8
@@ -111,17 +112,17 @@ class TritonAttention(AttentionBackend):
 
     def can_replay(self, plan: AttentionPlan, batch: StepBatch, num_seqs: int, num_blocks: int) -> bool:
         """Return False for a step with more prompts than captured launches have room for."""
-        if batch.num_seqs - batch.num_decodes <= MOST_PROMPTS:
+        if batch.num_seqs - batch.num_decodes <= MAX_PROMPTS:
             return True
-        return int(np.count_nonzero(np.diff(batch.query_start)[batch.num_decodes :])) <= MOST_PROMPTS
+        return int(np.count_nonzero(np.diff(batch.query_start)[batch.num_decodes :])) <= MAX_PROMPTS
 
     def write_kv(self, layer: int, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Step) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is not written."""
         launches, spec = self._launches_of(metadata.plan), metadata.plan.kv_cache
         cache = self._opened(kv_cache, metadata, launches)
         shape = (metadata.num_tokens, spec.num_kv_heads, spec.head_dim)
-        self._check_rows("k", k, shape, launches.dtype)
-        self._check_rows("v", v, shape, launches.dtype)
+        check_rows("k", k, shape, launches.dtype, kv_cache.device)
+        check_rows("v", v, shape, launches.dtype, kv_cache.device)
         if metadata.num_tokens:
             launches.write_kv(layer, k, v, cache, metadata)
 
@@ -144,10 +145,10 @@ class TritonAttention(AttentionBackend):
         launches, numbers = self._launches_of(metadata.plan), metadata.plan.request.layers[layer]
         cache = self._opened(kv_cache, metadata, launches)
         shape = (metadata.num_tokens, numbers.num_heads, numbers.head_dim)
-        self._check_rows("q", q, shape, launches.dtype)
-        self._check_rows("out", out, shape, launches.dtype)
-        _check_per_head("sinks", sinks, numbers.sinks, numbers)
-        _check_per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers)
+        check_rows("q", q, shape, launches.dtype, kv_cache.device)
+        check_rows("out", out, shape, launches.dtype, kv_cache.device)
+        check_per_head("sinks", sinks, numbers.sinks, numbers.num_heads, kv_cache.device)
+        check_per_head("alibi_slopes", alibi_slopes, numbers.alibi, numbers.num_heads, kv_cache.device)
         metadata.cache = None  # nothing of the step outlives the cache
         launches.forward(layer, q, cache, metadata, out, sinks, alibi_slopes)
 
@@ -216,73 +217,30 @@ class TritonAttention(AttentionBackend):
         """Return a layer's cache as its kernels take it; raises InvalidBatch for one that is not the plan's, or too small for the step."""
         cache = step.cache
         if cache is None or cache.whole is not kv_cache:
-            self._check_cache(kv_cache, step, launches)
+            spec, device = step.plan.kv_cache, kv_cache.device
+            if device != self._here and device.type == self._device.type:
+                self._here = (
+                    device  # its index may differ; the name of its type takes torch longer than all other checks
+                )
+            check_layer_cache(
+                kv_cache, (spec.num_kv_heads, spec.block_size, spec.head_dim), launches.kv_dtype, self._here
+            )
+            if step.highest_block >= kv_cache.shape[1]:
+                raise InvalidBatch(
+                    f"the cache has {kv_cache.shape[1]} blocks", found=f"the batch uses block {step.highest_block}"
+                )
             cache = step.cache = launches.opened(kv_cache)
         return cache
 
-    def _check_cache(self, kv_cache: Tensor, step: Step, launches: Launches) -> None:
-        spec, shape = step.plan.kv_cache, kv_cache.shape
-        if (
-            len(shape) != 5
-            or shape != (2, shape[1], spec.num_kv_heads, spec.block_size, spec.head_dim)
-            or not kv_cache.is_contiguous()
-            or kv_cache.dtype is not launches.kv_dtype
-            or not self._is_here(kv_cache)
-        ):
-            expected = f"[2, blocks, {spec.num_kv_heads}, {spec.block_size}, {spec.head_dim}] of {spec.dtype}"
-            raise InvalidBatch(
-                f"a layer's cache is {expected}, contiguous, on {self._device}",
-                found=f"{tuple(shape)} of {kv_cache.dtype}, strides {kv_cache.stride()}, on {kv_cache.device}",
-            )
-        if step.highest_block >= shape[1]:
-            raise InvalidBatch(f"the cache has {shape[1]} blocks", found=f"the batch uses block {step.highest_block}")
-
-    def _check_rows(self, name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        inner = tensor.stride()[1:] == (shape[2], 1) or (shape[1] == 1 and tensor.stride(-1) == 1)
-        if tensor.shape != shape or tensor.dtype is not dtype or not inner or not self._is_here(tensor):
-            raise InvalidBatch(
-                f"{name} is [tokens, heads, dim] = {list(shape)} of {dtype}, heads and dims contiguous, on {self._device}",
-                found=f"{list(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}",
-            )
-
-    def _is_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on a device of the attention's type."""
-        device = tensor.device
-        if device != self._here and device.type == self._device.type:
-            self._here = device  # its index may differ; the name of its type takes torch longer than all other checks
-        return device == self._here
-
-
-def _check_per_head(name: str, tensor: Tensor | None, wanted: bool, layer: AttentionLayer) -> None:
-    if tensor is None and not wanted:
-        return
-    if tensor is None or not wanted:
-        asked = "needs" if wanted else "was planned without"
-        raise InvalidBatch(f"the layer {asked} {name}", found="none given" if tensor is None else "a tensor")
-    if tensor.shape != (layer.num_heads,) or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-        raise InvalidBatch(
-            f"{name} is float32[{layer.num_heads}], contiguous", found=f"{list(tensor.shape)} of {tensor.dtype}"
-        )
-
 
 def _check_copy(source: Tensor, destination: Tensor, pairs: Int32Array) -> None:
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise InvalidBatch("block pairs are int32[k, 2]", found=f"shape {pairs.shape}")
     for cache in (source, destination):
         if cache.ndim != 6 or not cache.is_contiguous():
             raise InvalidBatch(
                 "a cache is [layers, 2, blocks, kv_heads, block_size, head_dim], contiguous",
                 found=f"shape {tuple(cache.shape)}, strides {cache.stride()}",
             )
-    one, other = ((cache.shape[:2], cache.shape[3:], cache.dtype) for cache in (source, destination))
-    if one != other:
-        raise InvalidBatch(
-            "caches that exchange blocks differ in the number of blocks only",
-            found=f"{tuple(source.shape)} {source.dtype} and {tuple(destination.shape)} {destination.dtype}",
-        )
-    for name, cache, blocks in (("source", source, pairs[:, 0]), ("destination", destination, pairs[:, 1])):
-        if int(blocks.min()) < 0 or int(blocks.max()) >= cache.shape[2]:
-            raise InvalidBatch(f"the {name} has {cache.shape[2]} blocks", found=f"{name} blocks {blocks.tolist()}")
+    check_block_pairs(source, destination, pairs, 2)
 
 
 def _ask_driver(device: torch.device) -> TileTarget:

@@ -25,7 +25,6 @@ def triton_backend(
     library: str,
     variable: str,
     probe: Callable[[], ProbeResult],
-    requirements: Callable[[], tuple[str, ...]],
     capabilities: Callable[[Device], Capabilities],
     allocator: Callable[[], type[TorchPoolAllocator]],
     attention: Callable[[], type[AttentionBackend]],
@@ -37,14 +36,13 @@ def triton_backend(
     Args:
         library: the vendor's, in words.
         variable: environment variable with the path of a driver library.
-        requirements: what is not installed that computing needs, one sentence each.
         collectives: the vendor's own; None for those over torch's process group.
         others: as in `BackendDescriptor`.
     """
 
     def computing(part: str, load: Callable[[], T]) -> Callable[[], T]:
         def checked() -> T:
-            if requirements():
+            if build.requirements():
                 raise build.refusal(part)
             return load()
 

@@ -31,7 +31,7 @@ _MANY_TOKENS = 64
 _PROGRAMS = 512
 """Programs of a product with few tokens, about: two to five on each unit of a large device."""
 _MAX_SPLITS = 16
-_LEAST_GROUPS = 8
+_MIN_GROUPS = 8
 """Groups of a split, at least."""
 _SUM_BLOCK = 512
 _ALIGNMENT = 16
@@ -223,7 +223,7 @@ class TritonBlockLinear(LinearProgram):
 def split_count(rows: int, columns: int, group: int) -> int:
     """Return how many programs share the columns of a product with few tokens: by the weight alone, so that sums have one order."""
     wanted = _PROGRAMS // -(-rows // _ROWS_PAD)
-    return max(1, min(_MAX_SPLITS, wanted, columns // group // _LEAST_GROUPS))
+    return max(1, min(_MAX_SPLITS, wanted, columns // group // _MIN_GROUPS))
 
 
 def product_constants(request: LinearRequest, tokens: int, *, biased: bool) -> dict[str, int]:

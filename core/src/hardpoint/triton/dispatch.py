@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_MOST_KEPT = 4096
+_MAX_KEPT = 4096
 """Kinds of launches of one kernel that are kept; some kernels have one for each number of tokens."""
 # Mapped over the tensors of each launch, so that no line of Python runs for each of them.
 _address, _device, _storage = torch.Tensor.data_ptr, torch.Tensor.get_device, torch.Tensor.untyped_storage
@@ -99,7 +99,7 @@ class Launch:
             # The compiler has rules of its own for tensors: how much memory a tensor is part of. The next launch of the kind is kept.
             self._by_storage = by_storage
             return
-        if len(self._kept) >= _MOST_KEPT:
+        if len(self._kept) >= _MAX_KEPT:
             self._kept.clear()
         self._kept[kind] = used.run, used.function, used.packed_metadata
 

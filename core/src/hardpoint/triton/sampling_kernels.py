@@ -3,7 +3,7 @@
 What top_k and top_p keep is found by bounds: a pass over the row sums what reaches each of several, and the next pass looks between two of
 them. Where the bounds lie decides how many passes there are, and nothing else.
 
-`hardpoint.sampling.reference` defines the tokens. Sums are of integers, so a row gives the same token whatever the block's size.
+`hardpoint_conformance.sampling_reference` defines the tokens. Sums are of integers, so a row's token does not depend on the block's size.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from hardpoint.interfaces.attention import mixed_seqs
-from hardpoint.interfaces.errors import HardpointError
+from hardpoint.interfaces.errors import InvalidBatch
 from hardpoint.triton.work import SplitRule, decode_items, padded_items, prefill_items
+from hardpoint.worker.attention_checks import check_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +25,9 @@ _HEADER = 8
 _INT32_MAX = 2**31 - 1
 _ALIGNMENT = 4
 """Arrays begin at multiples of 16 bytes: Triton compiles other code for pointers that do not."""
-MOST_PROMPTS = 32
+MAX_PROMPTS = 32
 """Sequences of a captured step that are no decodes, at most: a replay launches a tile for each that there may be, also for those that
 are not there."""
-
-
-class InvalidBatch(HardpointError, ValueError):
-    """A step's arrays or tensors contradict the plan, the cache or each other; nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +219,7 @@ class StepBuilder:
         size = 0
         for tokens in num_tokens:
             seqs = mixed_seqs(max_num_seqs, tokens)
-            prompts = min(MOST_PROMPTS, seqs - 1)
+            prompts = min(MAX_PROMPTS, seqs - 1)
             # Each prompt has at most one tile that it does not fill.
             tiles = {group: tokens * group // geometry.prefill_rows + prompts for group in geometry.groups}
             items = 2 * (seqs - 1) * self._static_splits
@@ -313,7 +310,7 @@ class StepBuilder:
         seqs, tokens, prompts = batch.num_seqs, batch.num_tokens, np.count_nonzero(queries[batch.num_decodes :])
         mixed = self._mixed.get(tokens)
         # No other step ends with a sequence that has neither tokens nor a context.
-        if mixed is not None and seqs == mixed.decodes + 1 and not batch.context_lens[-1] and prompts <= MOST_PROMPTS:
+        if mixed is not None and seqs == mixed.decodes + 1 and not batch.context_lens[-1] and prompts <= MAX_PROMPTS:
             return mixed
         reserved = self._reserved
         if reserved is not None and max(seqs, tokens) <= reserved.decodes and not prompts:
@@ -367,17 +364,8 @@ def _places(sizes: Sequence[int]) -> list[int]:
 
 def _checked(batch: StepBatch) -> Int32Array:
     """Return how many queries each sequence has; raises InvalidBatch when the batch's arrays do not fit together."""
+    check_arrays(batch)
     seqs, tokens = batch.num_seqs, batch.num_tokens
-    expected = {"query_start": seqs + 1, "context_lens": seqs, "slot_mapping": tokens}
-    for name, length in expected.items():
-        shape = getattr(batch, name).shape
-        if shape != (length,):
-            raise InvalidBatch(
-                f"cannot prepare a batch of {seqs} sequences and {tokens} tokens",
-                found=f"{name} has shape {shape} instead of ({length},)",
-            )
-    if batch.block_table.ndim != 2:
-        raise InvalidBatch("a block table has two dimensions", found=f"shape {batch.block_table.shape}")
     queries = batch.query_start[1:] - batch.query_start[:-1]
     decodes = batch.num_decodes
     if batch.query_start[0] != 0 or batch.query_start[-1] > tokens or (queries < 0).any():

@@ -11,7 +11,7 @@ import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -156,7 +156,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if absent:
             raise CorruptWeights(
                 f"the index of {files[0].parent} names tensors that no file has",
-                found=_listed(absent),
+                found=listed(absent),
                 hint="Download the missing files again",
             )
 
@@ -269,7 +269,7 @@ def safetensors_files(folder: Path) -> tuple[list[Path], Mapping[str, str] | Non
         if missing:
             raise CorruptWeights(
                 f"{folder} lacks files that its index names",
-                found=_listed(missing),
+                found=listed(missing),
                 hint="Download the missing files again",
             )
         return files, weight_map
@@ -279,7 +279,7 @@ def safetensors_files(folder: Path) -> tuple[list[Path], Mapping[str, str] | Non
         present = sorted(entry.name for entry in folder.iterdir())
         raise ModelNotFound(
             f"{folder} has no weights that Hardpoint reads",
-            found=_listed(present) or "an empty folder",
+            found=listed(present) or "an empty folder",
             hint="Safetensors files and GGUF files are read; load_format='dummy' runs with random weights",
         )
     return files, None
@@ -417,60 +417,21 @@ class DummyCheckpoint(Checkpoint):
         yield begin, values + self._norm_mean if len(shape) == 1 else values
 
 
-class RenamedCheckpoint(Checkpoint):
-    """Another checkpoint whose tensors have other names.
+class ComposedCheckpoint(Checkpoint):
+    """Tensors of other checkpoints, under names of its own: whatever is asked of one is asked of the checkpoint that has it.
 
     Args:
-        names: the inner name of each tensor by its new one.
+        places: (checkpoint that has it, its name there) of each tensor, by its name here.
+        dtype: see `Checkpoint.dtype`.
     """
 
-    def __init__(self, inner: Checkpoint, names: Mapping[str, str]) -> None:
-        self._inner, self._names = inner, names
+    def __init__(self, places: Mapping[str, tuple[Checkpoint, str]], dtype: DType | None) -> None:
+        self._places, self._dtype = places, dtype
+        found = {part: part.shapes() for part in {part for part, _ in places.values()}}
+        self._shapes = {name: found[part][inner] for name, (part, inner) in places.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        found = self._inner.shapes()
-        return {name: found[inner] for name, inner in self._names.items()}
-
-    def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.rows(self._names[name], begin, end)
-
-    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.expert_rows(self._names[name], expert, begin, end)
-
-    def reads_parts(self, name: str) -> bool:
-        return self._inner.reads_parts(self._names[name])
-
-    def fill(self, name: str, begin: int, end: int, out: Tensor) -> None:
-        self._inner.fill(self._names[name], begin, end, out)
-
-    def block_format(self, name: str) -> BlockFormat | None:
-        return self._inner.block_format(self._names[name])
-
-    def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.block_rows(self._names[name], begin, end)
-
-    def stored(self, name: str) -> StoredTensor | None:
-        return self._inner.stored(self._names[name])
-
-    def dtype(self) -> DType | None:
-        return self._inner.dtype()
-
-
-class JoinedCheckpoint(Checkpoint):
-    """A checkpoint, and others in folders of it, whose tensors have the folder's name and a dot before theirs."""
-
-    def __init__(self, main: Checkpoint, parts: Mapping[str, Checkpoint]) -> None:
-        self._main = main
-        self._places = {
-            f"{folder}.{name}": (part, name) for folder, part in parts.items() for name in part.shapes()
-        } | {name: (main, name) for name in main.shapes()}
-        self._parts = parts
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        parts = {
-            f"{folder}.{name}": shape for folder, part in self._parts.items() for name, shape in part.shapes().items()
-        }
-        return parts | dict(self._main.shapes())
+        return self._shapes
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         part, inner = self._places[name]
@@ -488,6 +449,13 @@ class JoinedCheckpoint(Checkpoint):
         part, inner = self._places[name]
         part.fill(inner, begin, end, out)
 
+    def dtype(self) -> DType | None:
+        return self._dtype
+
+    def stored(self, name: str) -> StoredTensor | None:
+        part, inner = self._places[name]
+        return part.stored(inner)
+
     def block_format(self, name: str) -> BlockFormat | None:
         part, inner = self._places[name]
         return part.block_format(inner)
@@ -496,14 +464,29 @@ class JoinedCheckpoint(Checkpoint):
         part, inner = self._places[name]
         return part.block_rows(inner, begin, end)
 
-    def stored(self, name: str) -> StoredTensor | None:
+    def read(self, name: str) -> Tensor:
         part, inner = self._places[name]
-        return part.stored(inner)
-
-    def dtype(self) -> DType | None:
-        return self._main.dtype()
+        return part.read(inner)
 
 
-def _listed(names: Sequence[str], limit: int = 8) -> str:
-    more = "" if len(names) <= limit else f" and {len(names) - limit} more"
-    return ", ".join(names[:limit]) + more
+def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Return the tensors of a checkpoint whose names there are the values of `names`, under its keys."""
+    return ComposedCheckpoint({name: (checkpoint, inner) for name, inner in names.items()}, checkpoint.dtype())
+
+
+def joined(main: Checkpoint, parts: Mapping[str, Checkpoint]) -> Checkpoint:
+    """Return a checkpoint, and others in folders of it, whose tensors have the folder's name and a dot before theirs."""
+    places = {f"{folder}.{name}": (part, name) for folder, part in parts.items() for name in part.shapes()}
+    return ComposedCheckpoint(places | {name: (main, name) for name in main.shapes()}, main.dtype())
+
+
+def with_made(checkpoint: Checkpoint, made: Checkpoint, sources: Collection[str], dtype: DType | None) -> Checkpoint:
+    """Return a checkpoint with the tensors of `made` instead of those that they are made from."""
+    kept = {name: (checkpoint, name) for name in checkpoint.shapes() if name not in sources}
+    return ComposedCheckpoint(kept | {name: (made, name) for name in made.shapes()}, dtype)
+
+
+def listed(found: Sequence[str], separator: str = ", ") -> str:
+    """Return the first of what was found for an error's text, and how many more there are."""
+    most = 8
+    return separator.join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

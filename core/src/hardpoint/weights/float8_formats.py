@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.blocks import BlockFormat
-from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
-from hardpoint.weights.checkpoint import SAFETENSORS_DTYPES, Checkpoint, SafetensorsCheckpoint, StoredTensor
-from hardpoint.weights.integer_formats import rotates_activations
+from hardpoint.interfaces.errors import CorruptWeights
+from hardpoint.weights.checkpoint import SAFETENSORS_DTYPES, Checkpoint, SafetensorsCheckpoint, with_made
+from hardpoint.weights.integer_formats import misfit, rotates_activations, unread_format
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hardpoint.interfaces.dtypes import DType
 
 _KINDS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -63,21 +61,24 @@ class Float8Format:
             return None
         found = {(one.get("num_bits"), one.get("strategy"), str(one.get("block_structure"))) for one in weights}
         if len(found) > 1:
-            raise _refused(where, f"compressed-tensors: {len(found)} unlike groups of layers")
+            raise unread_format(where, f"compressed-tensors: {len(found)} unlike groups of layers")
         (bits, strategy, _), one = found.pop(), weights[0]
         if bits != 8:
-            raise _refused(where, f"compressed-tensors: floating numbers of {_shown_bits(bits)} bits")
+            raise unread_format(where, f"compressed-tensors: floating numbers of {_shown_bits(bits)} bits")
         if strategy not in ("tensor", "channel", "block"):
-            raise _refused(where, f"compressed-tensors: strategy {strategy!r}")
+            raise unread_format(where, f"compressed-tensors: strategy {strategy!r}")
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
-            raise _refused(where, "sparse weights")
+            raise unread_format(where, "sparse weights")
         if rotates_activations(config):
-            raise _refused(where, "transform_config with transforms of activations")
+            raise unread_format(where, "transform_config with transforms of activations")
         return cls(_block(one.get("block_structure") or [128, 128], where) if strategy == "block" else None)
 
     def open(self, inner: SafetensorsCheckpoint) -> Checkpoint:
         """Return a checkpoint as one of the matrices that it means; raises CorruptWeights."""
-        return Float8Checkpoint(inner, self)
+        matrices = _Float8Matrices(inner, self)
+        kinds = (inner.kind(name) for name in inner.shapes() if name not in matrices.sources)
+        dtype = next((SAFETENSORS_DTYPES[kind] for kind in kinds if kind in SAFETENSORS_DTYPES), None)
+        return with_made(inner, matrices, matrices.sources, dtype)
 
 
 def _shown_bits(bits: object) -> str:
@@ -89,21 +90,16 @@ def _block(given: object, where: str) -> tuple[int, int] | None:
         return None
     sizes = list(given) if isinstance(given, list | tuple) else []
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise _refused(where, f"blocks of {given!r}")
+        raise unread_format(where, f"blocks of {given!r}")
     return sizes[0], sizes[1]
 
 
-def _refused(where: str, found: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture(
-        f"{where} is quantised in a format that Hardpoint does not read",
-        found=found,
-        hint="Of 8-bit floating numbers fp8 with a scale for a matrix, a row or a block is read, and compressed-tensors' "
-        "float-quantized. Use such a checkpoint, the unquantised one, or a GGUF file",
-    )
+class _Float8Matrices(Checkpoint):
+    """The matrices of 8-bit floating numbers of a checkpoint: blocks of FP8, or expanded to float32.
 
-
-class Float8Checkpoint(Checkpoint):
-    """A checkpoint with matrices of 8-bit floating numbers, as one of matrices expanded to float32."""
+    Attributes:
+        sources: the tensors that they are made from, and scales without use.
+    """
 
     def __init__(self, inner: SafetensorsCheckpoint, format: Float8Format) -> None:
         """Raises CorruptWeights for matrices without their scales, or with such of other shapes."""
@@ -119,16 +115,13 @@ class Float8Checkpoint(Checkpoint):
                 hint="Check that config.json and the weights belong to the same model",
             )
         stems = {name.removesuffix("weight") for name in self._scales}
-        hidden = {stem + part for stem in stems for part in (*_SCALES, *_UNUSED)}
-        self._shapes = {name: shape for name, shape in found.items() if name not in hidden}
+        self._shapes = {name: found[name] for name in self._scales}
+        self.sources = {*self._scales, *(stem + part for stem in stems for part in (*_SCALES, *_UNUSED))}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        if name not in self._scales:
-            yield from self._inner.rows(name, begin, end)
-            return
         columns, wide = self._shapes[name][1], self._wide(name)
         for first, numbers, scales in self._scaled(name, begin, end):
             of_rows = scales
@@ -137,13 +130,10 @@ class Float8Checkpoint(Checkpoint):
             yield first, numbers.float().mul_(of_rows)
 
     def reads_parts(self, name: str) -> bool:
-        return self._inner.reads_parts(name)
-
-    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.expert_rows(name, expert, begin, end)
+        return True
 
     def block_format(self, name: str) -> BlockFormat | None:
-        if name not in self._scales or self._inner.kind(name) != "F8_E4M3":
+        if self._inner.kind(name) != "F8_E4M3":
             return None
         size = BlockFormat.FP8.elements
         return None if self._shapes[name][1] % size or self._wide(name) % size else BlockFormat.FP8
@@ -157,14 +147,6 @@ class Float8Checkpoint(Checkpoint):
             stored = numbers.contiguous().view(torch.uint8).view(-1, count, size)
             of_blocks = scales.repeat_interleave(repeats, dim=1)[:, :count, None].contiguous().view(torch.uint8)
             yield first, torch.cat((of_blocks, stored), dim=-1).flatten(1)
-
-    def dtype(self) -> DType | None:
-        """Return the dtype of the first tensor that is no matrix of 8 bits, and no scale."""
-        kinds = (self._inner.kind(name) for name in self._shapes if name not in self._scales)
-        return next((SAFETENSORS_DTYPES[kind] for kind in kinds if kind in SAFETENSORS_DTYPES), None)
-
-    def stored(self, name: str) -> StoredTensor | None:
-        return None if name in self._scales else self._inner.stored(name)
 
     def _wide(self, name: str) -> int:
         """Return how many elements of a row share a scale; the last ones may be fewer."""
@@ -184,9 +166,9 @@ class Float8Checkpoint(Checkpoint):
         stem = name.removesuffix("weight")
         scale = next((stem + part for part in _SCALES if stem + part in found), None)
         if len(shape) != 2 or stem == name:
-            raise _corrupt(name, f"8-bit floating numbers of shape {list(shape)}, which no scale belongs to")
+            raise misfit(name, f"8-bit floating numbers of shape {list(shape)}, which no scale belongs to")
         if scale is None:
-            raise _corrupt(stem + _SCALES[self._format.block is None], "there is none")
+            raise misfit(stem + _SCALES[self._format.block is None], "there is none")
         rows, columns = shape
         wanted: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
         if self._format.block is not None:
@@ -194,7 +176,7 @@ class Float8Checkpoint(Checkpoint):
             wanted = ((-(-rows // high), -(-columns // wide)),)
         if found[scale] not in wanted:
             what = "one, or one for each row" if self._format.block is None else f"{list(wanted[0])}"
-            raise _corrupt(scale, f"{list(found[scale])}, not {what}, for a matrix of {list(shape)}")
+            raise misfit(scale, f"{list(found[scale])}, not {what}, for a matrix of {list(shape)}")
         return scale
 
     def _read_scales(self, name: str) -> Tensor:
@@ -202,15 +184,7 @@ class Float8Checkpoint(Checkpoint):
         scale = self._scales[name]
         values = self._inner.read(scale)
         if not values.is_floating_point() or not bool(values.float().isfinite().all()):
-            raise _corrupt(scale, "values that are not finite numbers")
+            raise misfit(scale, "values that are not finite numbers")
         if self._format.block is not None:
             return values.float()
         return values.float().reshape(-1, 1)
-
-
-def _corrupt(name: str, found: str) -> CorruptWeights:
-    return CorruptWeights(
-        f"tensor {name} is not what the matrix of 8-bit floating numbers needs",
-        found=found,
-        hint="Check that config.json and the weights belong to the same model",
-    )

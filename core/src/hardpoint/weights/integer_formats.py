@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.blocks import BlockFormat
 from hardpoint.interfaces.errors import CorruptWeights, UnsupportedArchitecture
-from hardpoint.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
+from hardpoint.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, with_made
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hardpoint.interfaces.dtypes import DType
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -76,19 +74,20 @@ class IntegerFormat:
         method = config.get("quant_method", "modelopt")
         reader = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}.get(str(method))
         if reader is None:
-            raise _refused(where, f"quant_method {method!r}")
+            raise unread_format(where, f"quant_method {method!r}")
         found, format = reader(config)
         if format is None or found:
-            raise _refused(where, f"{method}: {found}")
+            raise unread_format(where, f"{method}: {found}")
         if format.bits not in (4, 8) or (format.packing is Packing.AWQ and format.bits != 4):
-            raise _refused(where, f"{method}: numbers of {format.bits} bits")
+            raise unread_format(where, f"{method}: numbers of {format.bits} bits")
         if format.group_size is not None and (format.group_size < 32 or format.group_size % 32):
-            raise _refused(where, f"{method}: groups of {format.group_size}")
+            raise unread_format(where, f"{method}: groups of {format.group_size}")
         return format
 
     def open(self, inner: SafetensorsCheckpoint) -> Checkpoint:
         """Return a checkpoint as one of the matrices that it means; raises CorruptWeights."""
-        return IntegerCheckpoint(inner, self)
+        matrices = _IntegerMatrices(inner, self)
+        return with_made(inner, matrices, matrices.sources, inner.dtype())
 
     def blocks(self, group_size: int) -> BlockFormat:
         """Return the smallest format of blocks that has the same numbers, scales and zero points, of groups of that size."""
@@ -98,12 +97,14 @@ class IntegerFormat:
         return narrow if group_size % wide.elements else wide
 
 
-def _refused(where: str, found: str) -> UnsupportedArchitecture:
+def unread_format(where: str, found: str) -> UnsupportedArchitecture:
+    """Return the refusal of a checkpoint with quantised matrices."""
     return UnsupportedArchitecture(
         f"{where} is quantised in a format that Hardpoint does not read",
         found=found,
         hint="GPTQ, AWQ, and compressed-tensors' pack-quantized and int-quantized are read, of 4 or 8 bits, in groups of a multiple of 32 "
-        "or whole rows. Use such a checkpoint, the unquantised one, or a GGUF file",
+        "or whole rows; of 8-bit floating numbers fp8 with a scale for a matrix, a row or a block, and compressed-tensors' "
+        "float-quantized. Use such a checkpoint, the unquantised one, or a GGUF file",
     )
 
 
@@ -191,8 +192,12 @@ class _Matrix:
     groups: int
 
 
-class IntegerCheckpoint(Checkpoint):
-    """A checkpoint with matrices of whole numbers, as one of matrices: `blocks` of the format, or expanded to float32."""
+class _IntegerMatrices(Checkpoint):
+    """The matrices of whole numbers of a checkpoint: `blocks` of the format, or expanded to float32.
+
+    Attributes:
+        sources: the tensors that they are made from.
+    """
 
     def __init__(self, inner: SafetensorsCheckpoint, format: IntegerFormat) -> None:
         """Raises CorruptWeights for matrices without all their tensors, or with such of other shapes."""
@@ -210,34 +215,21 @@ class IntegerCheckpoint(Checkpoint):
                 found=f"no tensor {parts[0]!r} of whole numbers",
                 hint="Check that config.json and the weights belong to the same model",
             )
-        hidden = {f"{matrix.stem}.{part}" for matrix in self._matrices.values() for part in parts}
-        self._shapes = {name: shape for name, shape in self._found.items() if name not in hidden}
-        self._shapes |= {name: (matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
+        self.sources = {f"{matrix.stem}.{part}" for matrix in self._matrices.values() for part in parts}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+        return {name: (matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        matrix = self._matrices.get(name)
-        if matrix is None:
-            yield from self._inner.rows(name, begin, end)
-            return
+        matrix = self._matrices[name]
         size = self._group_size(matrix)
         for first, numbers, scales, zeros in self._chunks(matrix, begin, end):
             values = numbers.float() - zeros.float().repeat_interleave(size, dim=1)
             yield first, values.mul_(scales.repeat_interleave(size, dim=1))
 
-    def reads_parts(self, name: str) -> bool:
-        return name not in self._matrices and self._inner.reads_parts(name)
-
-    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.expert_rows(name, expert, begin, end)
-
     def block_format(self, name: str) -> BlockFormat | None:
-        matrix = self._matrices.get(name)
-        if matrix is None or matrix.columns % 32:
-            return None
-        return self._format.blocks(self._group_size(matrix))
+        matrix = self._matrices[name]
+        return None if matrix.columns % 32 else self._format.blocks(self._group_size(matrix))
 
     def block_rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
         import torch
@@ -255,12 +247,6 @@ class IntegerCheckpoint(Checkpoint):
                 for each in (scales, zeros)
             )
             yield first, torch.cat((*parts, stored), dim=-1).flatten(1)
-
-    def dtype(self) -> DType | None:
-        return self._inner.dtype()
-
-    def stored(self, name: str) -> StoredTensor | None:
-        return None if name in self._matrices else self._inner.stored(name)
 
     @property
     def _kind(self) -> str:
@@ -286,7 +272,7 @@ class IntegerCheckpoint(Checkpoint):
             self._expect(stem, numbers, shape, (rows, -(-columns // per_word)))
         size = format.group_size or columns
         if columns % size:
-            raise _corrupt(f"{stem}.{numbers}", f"rows of {columns} elements, no whole groups of {size}")
+            raise misfit(f"{stem}.{numbers}", f"rows of {columns} elements, no whole groups of {size}")
         groups = columns // size
         found = self._shape(stem, scales, None)
         if format.packing in (Packing.GPTQ, Packing.AWQ):
@@ -305,21 +291,21 @@ class IntegerCheckpoint(Checkpoint):
         shape = self._shape(stem, part, 2)
         kind = self._inner.kind(f"{stem}.{part}")
         if kind != self._kind:
-            raise _corrupt(f"{stem}.{part}", f"elements of {kind}, not {self._kind}")
+            raise misfit(f"{stem}.{part}", f"elements of {kind}, not {self._kind}")
         return shape
 
     def _shape(self, stem: str, part: str, dimensions: int | None) -> tuple[int, ...]:
         shape = self._found.get(f"{stem}.{part}")
         if shape is None or dimensions not in (None, len(shape)):
             what = "there is none" if shape is None else f"{list(shape)}, not a matrix"
-            raise _corrupt(f"{stem}.{part}", what)
+            raise misfit(f"{stem}.{part}", what)
         return shape
 
     def _expect(self, stem: str, part: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != wanted:
             size = self._format.group_size
             groups = "whole rows" if size is None else f"groups of {size}"
-            raise _corrupt(
+            raise misfit(
                 f"{stem}.{part}", f"{list(found)}, not {list(wanted)} for {self._format.bits} bits in {groups}"
             )
 
@@ -327,7 +313,7 @@ class IntegerCheckpoint(Checkpoint):
         self._shape(stem, "weight_shape", 1)
         found = self._inner.stored_values(f"{stem}.weight_shape").tolist()
         if len(found) != 2 or not all(type(size) is int and size > 0 for size in found):
-            raise _corrupt(f"{stem}.weight_shape", f"{found}, not two sizes")
+            raise misfit(f"{stem}.weight_shape", f"{found}, not two sizes")
         return found[0], found[1]
 
     def _chunks(self, matrix: _Matrix, begin: int, end: int | None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -345,7 +331,7 @@ class IntegerCheckpoint(Checkpoint):
         found = self._inner.stored_values(name)
         if not found.is_floating_point() or not bool(found.float().isfinite().all()):
             kind = "values that are not finite" if found.is_floating_point() else f"numbers of {found.dtype}"
-            raise _corrupt(name, kind)
+            raise misfit(name, kind)
         by_columns = self._format.packing in (Packing.GPTQ, Packing.AWQ)
         found = found.float().T if by_columns else found.float().reshape(-1, matrix.groups)
         return found.expand(matrix.rows, matrix.groups).contiguous()
@@ -400,7 +386,7 @@ class IntegerCheckpoint(Checkpoint):
             return
         order = self._inner.stored_values(name)
         if not torch.equal(order.long(), torch.arange(matrix.columns) // self._group_size(matrix)):
-            raise _refused("the checkpoint", f"{name} has columns in another order than their groups' (desc_act)")
+            raise unread_format("the checkpoint", f"{name} has columns in another order than their groups' (desc_act)")
 
 
 def divided(rows: Tensor, format: BlockFormat, form: BlockFormat) -> Tensor:
@@ -424,7 +410,8 @@ def _unpacked(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
-def _corrupt(name: str, found: str) -> CorruptWeights:
+def misfit(name: str, found: str) -> CorruptWeights:
+    """Return the error for a tensor of a quantised matrix."""
     return CorruptWeights(
         f"tensor {name} is not what the quantised matrix needs",
         found=found,

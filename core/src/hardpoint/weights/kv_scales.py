@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, ModelError
+from hardpoint.weights.checkpoint import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +75,7 @@ def read_scales(checkpoint: Checkpoint, num_layers: int) -> Scales | None:
     ]
     if problems:
         raise CorruptWeights(
-            "the checkpoint's scales of the KV cache cannot be used", found=_listed(problems), hint=_CALIBRATE
+            "the checkpoint's scales of the KV cache cannot be used", found=listed(problems, "; "), hint=_CALIBRATE
         )
     return tuple((found[layer, "k"], found[layer, "v"]) for layer in range(num_layers))
 
@@ -191,8 +192,3 @@ def _fixed(found: str) -> ModelError:
         found=found,
         hint="Make a new engine, or leave the scales out of the update",
     )
-
-
-def _listed(problems: Sequence[str], limit: int = 8) -> str:
-    more = "" if len(problems) <= limit else f"; and {len(problems) - limit} more"
-    return "; ".join(problems[:limit]) + more

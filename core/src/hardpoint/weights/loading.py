@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.errors import CorruptWeights
-from hardpoint.weights.checkpoint import Checkpoint, RenamedCheckpoint
+from hardpoint.weights.checkpoint import Checkpoint, listed, renamed
 from hardpoint.weights.integer_formats import divided
 from hardpoint.weights.kv_scales import is_scale
 from hardpoint.weights.stacked_experts import unstacked, unstacked_pairs
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from hardpoint.layers.weights import StoredWeight, WeightShard
     from hardpoint.weights.kv_scales import ScalesInUse
-
-Progress = Callable[[int, int], None]
 
 _READERS = 4
 _PIECE_ELEMENTS = 1 << 20
@@ -39,6 +37,7 @@ _GRANITE_EXPERTS = {
     ".experts.gate_up_proj": ".input_linear.weight",
     ".experts.down_proj": ".output_linear.weight",
 }
+_MIXTRAL_ROUTER = (".mlp.gate.", ".block_sparse_moe.gate.")
 _HEAD = "lm_head.weight"
 _COMPARED_ROWS = 1024
 _OLD_NORMS = {"gamma": "weight", "beta": "bias"}
@@ -57,7 +56,7 @@ def with_standard_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, 
     """
     standard = {standard_name(name, shapes): name for name in checkpoint.shapes()}
     if any(name != found for name, found in standard.items()):
-        checkpoint = RenamedCheckpoint(checkpoint, standard)
+        checkpoint = renamed(checkpoint, standard)
     return unstacked(checkpoint, shapes)
 
 
@@ -73,6 +72,7 @@ def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
         name = f"{stem}.{_OLD_NORMS[last]}"
     if name in shapes:
         return name
+    of_mixtral = name.replace(*_MIXTRAL_ROUTER)
     possible = (
         *(prefix + name for prefix in _PREFIXES),
         name.removeprefix(_LANGUAGE),
@@ -80,6 +80,8 @@ def standard_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
         name.removeprefix("model."),
         _NEMOTRON_H + name.removeprefix("model."),
         *(f"{name.removesuffix(theirs)}{ours}" for theirs, ours in _GRANITE_EXPERTS.items() if name.endswith(theirs)),
+        of_mixtral,
+        f"model.{of_mixtral}",
     )
     found = (known for known in possible if known in shapes)
     return next(found, name)
@@ -124,21 +126,21 @@ def check_tensors(
     problems: list[str] = []
     missing = sorted(set(expected) - set(found))
     if missing:
-        problems.append(f"missing: {_listed(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     unexpected = sorted(
         name
         for name in set(found) - set(expected)
         if name not in passed_over and not _is_ignored(name, unused) and not is_scale(name)
     )
     if unexpected:
-        problems.append(f"unexpected: {_listed(unexpected)}")
+        problems.append(f"unexpected: {listed(unexpected)}")
     wrong = [
         f"{name} is {list(found[name])}, not {list(shape)}"
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
     if wrong:
-        problems.append(f"of another shape: {_listed(wrong)}")
+        problems.append(f"of another shape: {listed(wrong)}")
     if problems:
         raise CorruptWeights(
             "the checkpoint's tensors are not those of the configuration",
@@ -185,13 +187,11 @@ class _Piece:
     Attributes:
         shards: what they are made of, one below the other.
         first_row: of the parameter.
-        ends: whether the parameter has no more.
     """
 
     name: str
     shards: tuple[WeightShard, ...]
     first_row: int
-    ends: bool
 
     @property
     def num_rows(self) -> int:
@@ -207,7 +207,6 @@ def load_weights(
     checkpoint: Checkpoint,
     place: Callable[[str, int], Tensor],
     finish: Callable[[str, int, Tensor], None],
-    progress: Progress | None = None,
     *,
     divides: bool = False,
     only: Collection[str] | None = None,
@@ -221,7 +220,6 @@ def load_weights(
     Args:
         place: (parameter, rows): returns the tensor that so many rows of a parameter are written into.
         finish: called with a parameter's name, its row and the tensor once it was written, by several threads at once.
-        progress: called with (parameters done, parameters in all).
         divides: whether rows of a parameter may come apart, several of them at once; otherwise each parameter is written as a whole.
         only: the parameters to fill; None for all.
         begin: called once the checkpoint's tensors were compared with the model's, before the first is written.
@@ -232,10 +230,11 @@ def load_weights(
     if begin is not None:
         begin()
 
-    def fill(pieces: list[_Piece]) -> int:
-        return sum(fill_one(piece) for piece in pieces)
+    def fill(pieces: list[_Piece]) -> None:
+        for piece in pieces:
+            fill_one(piece)
 
-    def fill_one(piece: _Piece) -> bool:
+    def fill_one(piece: _Piece) -> None:
         stored, target, row = weights.stored[piece.name], place(piece.name, piece.num_rows), 0
         for shard in piece.shards:
             span = shard.name, shard.first_row, shard.end_row
@@ -251,28 +250,18 @@ def load_weights(
                     stored.write(target, row + first - shard.first_row, shard.of(values))
             row += shard.num_rows
         finish(piece.name, piece.first_row, target)
-        return piece.ends
 
     pieces = (piece for name in wanted for piece in _pieces(name, weights.stored[name], checkpoint, divides))
     readers = max(_READERS, min(os.cpu_count() or 1, 4 * _READERS))
     with ThreadPoolExecutor(readers, thread_name_prefix="hardpoint-load") as pool:
-        under_way: deque[Future[int]] = deque()
-        done = 0
-
-        def await_oldest() -> None:
-            nonlocal done
-            for _ in range(under_way.popleft().result()):
-                done += 1
-                if progress is not None:
-                    progress(done, len(wanted))
-
+        under_way: deque[Future[None]] = deque()
         try:
             for together in _tasks(pieces):
                 under_way.append(pool.submit(fill, together))
                 if len(under_way) > 2 * readers:
-                    await_oldest()
+                    under_way.popleft().result()
             while under_way:
-                await_oldest()
+                under_way.popleft().result()
         finally:
             for future in under_way:
                 future.cancel()
@@ -294,7 +283,7 @@ def _tasks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 def _pieces(name: str, stored: StoredWeight, checkpoint: Checkpoint, divides: bool) -> Iterator[_Piece]:
     """Yield the pieces in which a parameter is read."""
-    whole = _Piece(name, stored.shards, 0, ends=True)
+    whole = _Piece(name, stored.shards, 0)
     divisible = all(len(shard.shape) == 2 and checkpoint.reads_parts(shard.name) for shard in stored.shards)
     if not divides or whole.num_elements <= _PIECE_ELEMENTS or not divisible:
         yield whole
@@ -304,7 +293,7 @@ def _pieces(name: str, stored: StoredWeight, checkpoint: Checkpoint, divides: bo
         step = max(1, _PIECE_ELEMENTS // shard.shape[1] // _TOGETHER) * _TOGETHER
         for first in range(shard.first_row, shard.end_row, step):
             part = replace(shard, rows=(first, min(first + step, shard.end_row)))
-            yield _Piece(name, (part,), row, ends=row + part.num_rows == whole.num_rows)
+            yield _Piece(name, (part,), row)
             row += part.num_rows
 
 
@@ -359,8 +348,3 @@ def update_weights(
         for parameter, (target, _) in changed.items():
             finish(parameter, target)
     return used
-
-
-def _listed(names: Sequence[str], limit: int = 8) -> str:
-    more = "" if len(names) <= limit else f" and {len(names) - limit} more"
-    return ", ".join(names[:limit]) + more

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hardpoint.weights.checkpoint import Checkpoint, StoredTensor
+from hardpoint.weights.checkpoint import Checkpoint, StoredTensor, with_made
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hardpoint.interfaces.dtypes import DType
 
 _SINGLE = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 _PARTS = {
@@ -31,13 +29,13 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class ParallelRank:
-    """Where a tensor stands in a stacked one: `stacked[expert, first_row : first_row + rows]`; a router's is the other one as a whole."""
+class StackedSlice:
+    """Where an expert's tensor stands in a stacked one: `stacked[expert, first_row : end_row]`."""
 
     stacked: str
-    expert: int | None = None
-    first_row: int = 0
-    rows: int = 0
+    expert: int
+    first_row: int
+    rows: int
 
     @property
     def end_row(self) -> int:
@@ -45,66 +43,32 @@ class ParallelRank:
         return self.first_row + self.rows
 
 
-def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParallelRank]:
-    """Return where each expert's tensor, and each router's that is named otherwise there, stands in a stacked checkpoint.
+class _SingleExperts(Checkpoint):
+    """The experts of a checkpoint with stacked ones, as single tensors."""
 
-    Args:
-        shapes: of the model's tensors.
-    """
-    found = {}
-    for name, shape in shapes.items():
-        single = _SINGLE.fullmatch(name)
-        if single is None or single[3] not in _PARTS:
-            continue
-        # Mixtral's block is named as other families' when it is stacked.
-        block = re.sub(r"\.block_sparse_moe$", ".mlp", single[1])
-        stacked, part = _PARTS[single[3]]
-        found[name] = ParallelRank(f"{block}.experts.{stacked}", int(single[2]), part * shape[0], shape[0])
-        if block != single[1]:
-            found[f"{single[1]}.gate.weight"] = ParallelRank(f"{block}.gate.weight")
-    return found
-
-
-class UnstackedCheckpoint(Checkpoint):
-    """A checkpoint with stacked experts, as one with single tensors."""
-
-    def __init__(self, inner: Checkpoint, found: Mapping[str, ParallelRank]) -> None:
-        self._inner, self._places = inner, found
+    def __init__(self, inner: Checkpoint, slices: Mapping[str, StackedSlice]) -> None:
+        self._inner, self._slices = inner, slices
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         given = self._inner.shapes()
-        stacked = {place.stacked for place in self._places.values()}
-        shapes = {name: shape for name, shape in given.items() if name not in stacked}
-        for name, place in self._places.items():
-            whole = given[place.stacked]
-            shapes[name] = whole if place.expert is None else (place.rows, *whole[2:])
-        return shapes
+        return {name: (one.rows, *given[one.stacked][2:]) for name, one in self._slices.items()}
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        place = self._places.get(name)
-        if place is None or place.expert is None:
-            yield from self._inner.rows(name if place is None else place.stacked, begin, end)
-            return
-        last = place.rows if end is None else end
-        for first, values in self._inner.expert_rows(
-            place.stacked, place.expert, place.first_row + begin, place.first_row + last
-        ):
-            yield first - place.first_row, values
-
-    def dtype(self) -> DType | None:
-        return self._inner.dtype()
+        one = self._slices[name]
+        last = one.rows if end is None else end
+        found = self._inner.expert_rows(one.stacked, one.expert, one.first_row + begin, one.first_row + last)
+        for first, values in found:
+            yield first - one.first_row, values
 
     def stored(self, name: str) -> StoredTensor | None:
-        place = self._places.get(name)
-        if place is None:
-            return self._inner.stored(name)
-        whole = self._inner.stored(place.stacked)
-        if whole is None or place.expert is None:
-            return whole
-        experts, rows, _ = self._inner.shapes()[place.stacked]
+        one = self._slices[name]
+        whole = self._inner.stored(one.stacked)
+        if whole is None:
+            return None
+        experts, rows, _ = self._inner.shapes()[one.stacked]
         row_bytes = whole.size // (experts * rows)
-        offset = whole.offset + (place.expert * rows + place.first_row) * row_bytes
-        return replace(whole, offset=offset, size=place.rows * row_bytes)
+        offset = whole.offset + (one.expert * rows + one.first_row) * row_bytes
+        return replace(whole, offset=offset, size=one.rows * row_bytes)
 
 
 def unstacked(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
@@ -113,39 +77,46 @@ def unstacked(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> 
     A stacked tensor of another shape than the experts' is left alone, to be found wrong by its name.
     """
     given = checkpoint.shapes()
-    found: dict[str, ParallelRank] = {}
-    for stacked, parts in _by_stacked(shapes).items():
+    found: dict[str, StackedSlice] = {}
+    for stacked, parts in _slices(shapes).items():
         if stacked in given and not parts.keys() & given.keys() and given[stacked] == _whole(parts, shapes):
             found |= parts
-    return UnstackedCheckpoint(checkpoint, found) if found else checkpoint
+    if not found:
+        return checkpoint
+    sources = {one.stacked for one in found.values()}
+    return with_made(checkpoint, _SingleExperts(checkpoint, found), sources, checkpoint.dtype())
 
 
 def unstacked_pairs(
     given: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) pairs with those of stacked experts taken apart, as the model of these shapes has them."""
-    by_stacked = _by_stacked(shapes)
+    by_stacked = _slices(shapes)
     for name, values in given:
         parts = by_stacked.get(name if name in by_stacked else f"model.{name}", {})
         if not parts or tuple(values.shape) != _whole(parts, shapes):
             yield name, values
             continue
-        for part, place in parts.items():
-            yield part, values if place.expert is None else values[place.expert, place.first_row : place.end_row]
+        for part, one in parts.items():
+            yield part, values[one.expert, one.first_row : one.end_row]
 
 
-def _by_stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, ParallelRank]]:
-    """Return, for each stacked tensor, where the model's tensors stand in it."""
-    found: dict[str, dict[str, ParallelRank]] = {}
-    for name, place in places(shapes).items():
-        found.setdefault(place.stacked, {})[name] = place
+def _slices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, StackedSlice]]:
+    """Return, for each stacked tensor that a checkpoint of the model may have, where the experts' tensors stand in it."""
+    found: dict[str, dict[str, StackedSlice]] = {}
+    for name, shape in shapes.items():
+        single = _SINGLE.fullmatch(name)
+        if single is None or single[3] not in _PARTS:
+            continue
+        # Mixtral's block is named as other families' when it is stacked.
+        block = re.sub(r"\.block_sparse_moe$", ".mlp", single[1])
+        leaf, part = _PARTS[single[3]]
+        stacked = f"{block}.experts.{leaf}"
+        found.setdefault(stacked, {})[name] = StackedSlice(stacked, int(single[2]), part * shape[0], shape[0])
     return found
 
 
-def _whole(parts: Mapping[str, ParallelRank], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the stacked tensor that the model's tensors make together."""
-    name, place = next(iter(parts.items()))
-    if place.expert is None:
-        return shapes[name]
-    experts = 1 + max(part.expert or 0 for part in parts.values())
-    return (experts, max(part.end_row for part in parts.values()), *shapes[name][1:])
+def _whole(parts: Mapping[str, StackedSlice], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the stacked tensor that the experts' tensors make together."""
+    experts = 1 + max(part.expert for part in parts.values())
+    return (experts, max(part.end_row for part in parts.values()), *shapes[next(iter(parts))][1:])

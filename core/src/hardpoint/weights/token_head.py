@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hardpoint.interfaces.errors import CorruptWeights
-from hardpoint.weights.checkpoint import Checkpoint, StoredTensor
+from hardpoint.weights.checkpoint import Checkpoint, with_made
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hardpoint.interfaces.dtypes import DType
 
 HEAD = "score.weight"
 _LM_HEAD = ("lm_head.weight",)
@@ -54,8 +52,8 @@ class TokenHead:
                 yield HEAD, self.of(tensor[list(self.token_ids)])
 
 
-class TokenHeadCheckpoint(Checkpoint):
-    """A language model's checkpoint with a head of tokens' rows beside its tensors."""
+class _HeadOfTokens(Checkpoint):
+    """The head alone, of the rows of a language model's checkpoint."""
 
     def __init__(self, inner: Checkpoint, head: TokenHead) -> None:
         self._inner, self._head = inner, head
@@ -69,23 +67,15 @@ class TokenHeadCheckpoint(Checkpoint):
             )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        found = dict(self._inner.shapes())
-        return found | {HEAD: (self._head.num_rows, found[self._source][1])}
+        return {HEAD: (self._head.num_rows, self._inner.shapes()[self._source][1])}
 
     def rows(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        if name != HEAD:
-            yield from self._inner.rows(name, begin, end)
-            return
         import torch
 
         rows = [values for one in self._head.token_ids for _, values in self._inner.rows(self._source, one, one + 1)]
         yield begin, self._head.of(torch.cat(rows))[begin:end]
 
-    def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return self._inner.expert_rows(name, expert, begin, end)
 
-    def stored(self, name: str) -> StoredTensor | None:
-        return None if name == HEAD else self._inner.stored(name)
-
-    def dtype(self) -> DType | None:
-        return self._inner.dtype()
+def with_token_head(checkpoint: Checkpoint, head: TokenHead) -> Checkpoint:
+    """Return a language model's checkpoint with a head of tokens' rows beside its tensors; raises CorruptWeights."""
+    return with_made(checkpoint, _HeadOfTokens(checkpoint, head), (), checkpoint.dtype())

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from hardpoint.sampling.sampler import Sampler
     from hardpoint.worker.kv_memory import KVMemory
     from hardpoint.worker.loading import LoadedModel
-    from hardpoint.worker.memory_changes import Weights
     from hardpoint.worker.model_runner import ModelRunner, PlainRows
+    from hardpoint.worker.weights import Weights
 
 
 def load_draft(
@@ -68,7 +68,7 @@ def load_draft(
         block_size=target.plan.block_size,
         kv_cache_groups=False,
         max_loras=0,
-        # Beside a step's own tokens there may be the last guess of each sequence.
+        # A step of the draft model may have the last guess of each sequence beside the step's own tokens.
         max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_seqs,
         enforce_eager=True,
     )
@@ -104,7 +104,7 @@ def load_draft(
     return context, draft
 
 
-_MOST_BEHIND = 32
+_MAX_BEHIND = 32
 """Tokens of a sequence that its draft model leaves for later: few enough that little is lost for the prefix cache when it ends."""
 
 
@@ -194,7 +194,7 @@ class DraftModel:
         token_ids, drafted = batch.token_ids.copy(), np.full(len(batch.sample_rows), -1, np.int64)
         tokens = firsts
         while True:
-            # Of decodes and drafts, sample `i` is that of token `i`.
+            # `single` has its decodes first, each of which is sampled: sample `i` is that of token `i`.
             drafted[tokens] = token_ids[tokens + 1] = self._draw(hidden, single, tokens, plain)
             goes_on = counts > tokens - firsts + 1
             self._note_last(single, token_ids, tokens[~goes_on] + 1)
@@ -207,7 +207,7 @@ class DraftModel:
     def _fall_behind(self, single: StepBatch) -> bool:
         """Leave a step for later; returns False, with nothing done, where some sequence is too far behind."""
         found = (self._behind.get(seq_id) for seq_id in single.seq_ids.tolist())
-        if any(one is not None and len(one.token_ids) == _MOST_BEHIND for one in found):
+        if any(one is not None and len(one.token_ids) == _MAX_BEHIND for one in found):
             return False
         for seq_id, position, token in _tokens(single, np.arange(single.num_tokens), single.token_ids):
             behind = self._behind.get(seq_id)
@@ -248,7 +248,7 @@ class DraftModel:
     def _draw(self, hidden: Tensor, single: StepBatch, tokens: Int64Array, plain: PlainRows) -> Int64Array:
         rows, positions = single.state_rows[tokens], single.sample_positions[tokens]
         if plain.all(rows, positions):
-            # Each rank finds the same.
+            # All ranks compute the same argmax, so that none has to tell it.
             return self._on_host(self.runner.argmax(hidden))
         logits = self.runner.logits(hidden)
         if self._ranks is None:

@@ -24,7 +24,7 @@ def as_decodes(batch: StepBatch) -> StepBatch:
     owners = np.repeat(np.arange(batch.num_seqs), np.where(is_drafted, lengths, 1))
     alone = is_drafted[owners]
     query_start = np.concatenate(([0], np.cumsum(np.where(alone, 1, lengths[owners])))).astype(np.int32)
-    # By the tokens that follow in the step: with pictures, a token's position is not its number in the sequence.
+    # A token's context is counted by the tokens that follow it: with pictures, its position is not its number in the sequence.
     following = batch.query_start[owners + 1] - 1 - query_start[:-1]
     contexts = batch.context_lens[owners] - np.where(alone, following, 0)
     return replace(

@@ -78,7 +78,7 @@ def group_layers(layers: Sequence[AttentionLayer], max_context: int, block_size:
     for number, layer in enumerate(layers):
         chunk = layer.chunk or 0
         chunk = chunk if chunk < max_context else 0
-        # The window of a chunk's last position is the whole chunk.
+        # A layer that attends in chunks sees one chunk at most, at the chunk's last position.
         window = chunk or layer.sliding_window or 0
         kinds.setdefault((window if window < max_context else 0, chunk), []).append(number)
     ordered = sorted(kinds.items(), key=lambda kind: kind[0][0] or max_context, reverse=True)

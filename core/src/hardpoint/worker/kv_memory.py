@@ -15,9 +15,10 @@ from hardpoint.interfaces.allocator import KV_CACHE, DeviceAllocator, LiveRanges
 from hardpoint.interfaces.attention import AttentionBackend, KVCacheSpec
 from hardpoint.interfaces.batch import StepBatch
 from hardpoint.interfaces.dtypes import DType
-from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, InvalidBatch, WorkerError
+from hardpoint.interfaces.errors import CapabilityRefused, HostBudgetExceeded, WorkerError
 from hardpoint.interfaces.platform import Platform
 from hardpoint.memory import VirtualAllocator
+from hardpoint.worker.attention_checks import check_block_pairs
 from hardpoint.worker.kv_tiers import KVTiers, TierWork
 
 if TYPE_CHECKING:
@@ -192,8 +193,8 @@ def _pinned_by_driver(allocator: DeviceAllocator, shape: Sequence[int], dtype: D
     """
     if not isinstance(allocator, VirtualAllocator):
         return None
-    page = allocator.vendor_empty_host((1,), DType.UINT8)
-    return allocator.vendor_empty_host(shape, dtype) if page is not None and page.is_pinned() else None
+    page = allocator.empty_host((1,), DType.UINT8)
+    return allocator.empty_host(shape, dtype) if page is not None and page.is_pinned() else None
 
 
 def live_ranges(blocks: Sequence[int], spec: KVCacheSpec, num_blocks: int) -> list[tuple[int, int]]:
@@ -236,7 +237,7 @@ def copy_blocks(source: Tensor, destination: Tensor, pairs: Int32Array, axis: in
     """
     if not len(pairs):
         return
-    _check(source, destination, pairs, axis)
+    check_block_pairs(source, destination, pairs, axis)
     # What one pair writes and a later one reads must not be gathered before it is written.
     is_chained = source is destination and bool(np.isin(pairs[:, 0], pairs[:, 1]).any())
     block_bytes = source.nbytes // source.shape[axis]
@@ -244,21 +245,3 @@ def copy_blocks(source: Tensor, destination: Tensor, pairs: Int32Array, axis: in
     for piece in torch.split(numbers, 1 if is_chained else max(1, _PIECE_BYTES // block_bytes)):
         gathered = source.index_select(axis, piece[:, 0].to(source.device))
         destination.index_copy_(axis, piece[:, 1].to(destination.device), gathered.to(destination.device))
-
-
-def _check(source: Tensor, destination: Tensor, pairs: Int32Array, axis: int) -> None:
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise InvalidBatch("block pairs are int32[k, 2]", found=f"shape {pairs.shape}")
-    shapes = [(*cache.shape[:axis], *cache.shape[axis + 1 :]) for cache in (source, destination)]
-    if shapes[0] != shapes[1] or source.dtype is not destination.dtype:
-        raise InvalidBatch(
-            "caches that exchange blocks differ in the number of blocks only",
-            found=f"{tuple(source.shape)} {source.dtype} and {tuple(destination.shape)} {destination.dtype}",
-        )
-    for column, cache in enumerate((source, destination)):
-        low, high = int(pairs[:, column].min()), int(pairs[:, column].max())
-        if low < 0 or high >= cache.shape[axis]:
-            raise InvalidBatch(
-                f"blocks of a cache are numbered 0 to {cache.shape[axis] - 1}",
-                found=f"{low if low < 0 else high} among those to copy {('from', 'to')[column]}",
-            )

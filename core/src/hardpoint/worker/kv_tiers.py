@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.batch import Int64Array
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_MOST_UNWRITTEN_BYTES = 256 << 20
+_MAX_UNWRITTEN_BYTES = 256 << 20
 """Bytes that wait to be written to the disk at one time; a block beyond them is given up."""
 _PATIENCE = 5.0
 """Seconds that the end of a tier waits for a write that is under way."""
@@ -85,7 +85,7 @@ class KVTiers:
         self._axis = spec.axes.index("block") + 1
         self.host = host
         self._num_host = num_host = len(host)
-        # Of each slot, under which tag it was stored (0: nothing; negative: it is on its way), and the checksum of its bytes.
+        # By slot: the tag that its block was stored under (0: none; negative: the store is in flight), and the checksum of its bytes.
         self._tags = np.zeros(num_host + num_disk, np.int64)
         self._sums = np.zeros(num_host + num_disk, np.uint64)
         self._storing: list[_Stores] = []
@@ -98,7 +98,7 @@ class KVTiers:
             return work
         start = time.perf_counter()
         if len(moves.demotions) or len(moves.loads):
-            # They read what earlier steps store.
+            # Demotions and loads read slots that earlier steps store to.
             self._finish_stores(self._storing)
         for source, slot, tag in moves.demotions.tolist():
             self._demote(source, slot, tag, work)
@@ -149,7 +149,7 @@ class KVTiers:
 
     def _check_in(self, stores: Int64Array) -> None:
         for _, slot, tag in stores.tolist():
-            # A later store may be on its way to the same slot.
+            # The tag differs where a later store to the same slot is in flight.
             if self._tags[slot] == -tag:
                 self._tags[slot], self._sums[slot] = tag, xxh64(self._row(slot), tag)
 
@@ -164,7 +164,7 @@ class KVTiers:
                 self._lose(slot, tag, work)
                 continue
             whole = _of_block(cache, self._axis, block)
-            # Nothing that is queued later writes to a slot before it was copied.
+            # A host slot may be copied without waiting: what is queued later writes to it after the copy. Blocks from disk have no slot.
             is_kept = slot < self._num_host
             whole.copy_(found.view(whole.dtype).view(whole.shape), non_blocking=is_kept)
 
@@ -220,8 +220,8 @@ class _DiskBlocks:
                 found=str(error),
                 hint="Give a folder that this user can write to",
             ) from error
-        self._most_unwritten = max(1, _MOST_UNWRITTEN_BYTES // max(block_bytes, 1))
-        # Guards the fields below. Of a slot that waits to be written, its last bytes: they are read from here until they are in the file.
+        self._most_unwritten = max(1, _MAX_UNWRITTEN_BYTES // max(block_bytes, 1))
+        # Guards the fields below. `_unwritten` has the last bytes of slots that wait to be written, and is read until the file has them.
         self._lock = threading.Lock()
         self._unwritten: dict[int, tuple[int, bytes]] = {}
         self._lost: list[tuple[int, int]] = []
@@ -235,7 +235,7 @@ class _DiskBlocks:
         """Have a block written; False where it cannot be taken: too many wait, or the disk has failed."""
         with self._lock:
             if self._is_failed or len(self._unwritten) >= self._most_unwritten:
-                # What the slot held is void, and must not be written over what comes there next.
+                # The slot's earlier block is void, and must not be written over one that comes there next.
                 self._unwritten.pop(slot, None)
                 return False
             self._unwritten[slot] = (tag, bytes(block))
@@ -277,7 +277,7 @@ class _DiskBlocks:
             slot, place = job
             with self._lock:
                 waiting = self._unwritten.get(slot)
-            # Of two writes to one slot the first has written the last one's bytes.
+            # None where an earlier job for this slot has already written the slot's last bytes.
             if waiting is not None:
                 self._write_one(slot, place, *waiting)
 

@@ -20,10 +20,10 @@ from hardpoint.interfaces.worker import ModelInfo, WorkerConfig, WorkerContext
 from hardpoint.layers import TORCH_OPERATORS
 from hardpoint.layers.adapters import AdapterSlots
 from hardpoint.models import Ranks, attention_layers, load_model, open_model
-from hardpoint.worker.adapters import AdapterMemory
+from hardpoint.worker.adapter_memory import AdapterMemory
 from hardpoint.worker.communicators import Communicators
 from hardpoint.worker.kv_groups import plan_groups
-from hardpoint.worker.ranks import join_ranks, place_of
+from hardpoint.worker.ranks import join_ranks, parallel_rank_of
 from hardpoint.worker.state_memory import slot_layout
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def load_rank(
     Raises:
         ModelError, CapabilityRefused, ConfigError, DeviceOutOfMemory, WorkerError: see `Worker.load` and `join_ranks`.
     """
-    config, place = context.config, place_of(context.config)
+    config, place = context.config, parallel_rank_of(context.config)
     source = open_model(
         config.model,
         load_format=config.load_format,
@@ -111,16 +111,13 @@ def load_rank(
     with torch.no_grad(), kept_default_dtype():
         model = load_model(
             source,
-            dtype=request.dtype,
             groups=kv_groups,
             attention=attention,
             kernels=kernels,
             allocator=allocator,
             torch_device=context.device.torch_device,
-            load_format=config.load_format,
             max_num_tokens=config.max_num_batched_tokens,
             max_num_samples=config.max_num_samples,
-            max_context=request.max_context,
             quantization=config.quantization,
             use_fused_decoder=config.use_fused_decoder,
             seed=config.seed,
@@ -142,7 +139,7 @@ def load_rank(
         path=model.path,
         is_generative=source.is_generative,
         kv_group_windows=tuple(group.window for group in kv_groups),
-        # The ranks that embed a token are not all told which one the driver sampled before the engine tells them.
+        # Among several ranks, a token that the driver samples reaches those that embed it by way of the engine, with the next step.
         steps_in_flight=platform.steps_in_flight if place.is_alone else 0,
         whole_prompts=request.bidirectional,
         pooling=source.pooling,
@@ -169,7 +166,7 @@ def kept_default_dtype() -> Iterator[None]:
 def _request(config: WorkerConfig, source: ModelSource) -> AttentionRequest:
     """Return what the rank's layers and the engine ask of attention."""
     dtype, max_model_len = config.dtype or source.dtype, _max_model_len(config, source)
-    layers = attention_layers(source, dtype, place_of(config), config.kv_dtype)
+    layers = attention_layers(source, dtype, parallel_rank_of(config), config.kv_dtype)
     return AttentionRequest(
         layers=layers,
         dtype=dtype,

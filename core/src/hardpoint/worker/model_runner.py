@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,12 +28,14 @@ from hardpoint.interfaces.platform import Event, Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import SampledTokens, Sampler
 from hardpoint.worker.drafts import as_decodes
-from hardpoint.worker.given_embeddings import GivenEmbeddings
+from hardpoint.worker.dummy_batches import dummy_batch, dummy_decode
+from hardpoint.worker.embedding_cache import EmbeddingCache
 from hardpoint.worker.kv_groups import in_chunks
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.kv_tiers import TierWork
 from hardpoint.worker.loading import LoadedModel
-from hardpoint.worker.ranks import place_of
+from hardpoint.worker.pooler import Pooler
+from hardpoint.worker.ranks import parallel_rank_of
 from hardpoint.worker.step_graphs import StepCapture, StepGraphs
 
 if TYPE_CHECKING:
@@ -120,8 +122,8 @@ class ModelRunner:
         self._attention, self._capture, self._kv = attention, capture, kv
         self._sampler, self._platform, self._draft = sampler, platform, draft
         self._pooler, self._plain = Pooler(), PlainRows()
-        self._embeddings_given = GivenEmbeddings(loaded.model, platform, loaded.info.dtype.to_torch())
-        self._embeds = place_of(config).is_first
+        self._embedding_cache = EmbeddingCache(loaded.model, platform, loaded.info.dtype.to_torch())
+        self._embeds = parallel_rank_of(config).is_first
         self._is_driver = config.rank == config.driver_rank
         self._scored_rows = min(_SCORED_ROWS, config.max_num_samples)
         self._max_tokens = config.max_num_batched_tokens
@@ -134,16 +136,12 @@ class ModelRunner:
         """Queue one step: swap, copy, compute and sample; see `Worker.submit`."""
         tiers = self._kv.move_tiers(step.batch.tier_moves)
         if self._draft is not None:
-            # A block that it cannot load costs right guesses and nothing else, so that nobody has to know.
+            # A block that the draft model cannot load costs right guesses and nothing else, so that its report is dropped.
             self._draft.kv.move_tiers(step.batch.tier_moves)
-        launched = self._launch(step)
-        return launched if tiers is None else replace(launched, tiers=tiers)
-
-    def _launch(self, step: StepInput) -> LaunchedStep:
         self._pooler.remove(step.finished_seq_ids)
         self._plain.write(step.new_sequences)
         if self._is_driver:
-            self._sampler.announce(step.new_sequences)
+            self._sampler.compile_grammars(step.new_sequences)
         batch, drafted, cache = step.batch, _NO_TOKENS, self._kv.cache
         if self._draft is not None:
             self._draft.forget(step.finished_seq_ids)
@@ -153,16 +151,16 @@ class ModelRunner:
         if batch is not step.batch:
             step = replace(step, batch=batch)
         self._kv.move_blocks(batch)
-        embedded = self._embeddings_given.of_step(step) if self._embeds else None
+        embedded = self._embedding_cache.of_step(step) if self._embeds else None
         if batch.num_tokens == 0:
-            return LaunchedStep(self._platform.record_event())
+            return LaunchedStep(self._platform.record_event(), tiers=tiers)
         last = batch.sampled_tokens()
         if has_guesses and self._is_driver and self._draft is None:
-            self._foresee(batch, last)
+            self._prefetch_masks(batch, last)
         # A step that pools or scores wants all tokens' hidden states, and samples from some of them.
         wants_all = bool(step.pooling or step.scoring)
         hidden_rows = np.arange(batch.num_tokens, dtype=np.int32) if wants_all else last
-        # The host's work is done together, before the weights that the model reads drive it from the processor's caches.
+        # Looked up before the model runs, which drives the host's arrays from the processor's caches.
         rows, positions = batch.sample_state_rows, batch.sample_positions
         is_plain = self._plain.all(rows, positions)
         with nullcontext(False) if self._adapters is None else self._adapters.during(step) as is_adapted:
@@ -171,21 +169,21 @@ class ModelRunner:
             )
         scores = self._scores(step, hidden)
         if not len(last):
-            embeddings = self._alone(lambda: self._embeddings(step, hidden))
-            return LaunchedStep(self._platform.record_event(), embeddings=embeddings, scores=scores)
+            embeddings = self._catching_output_failure(lambda: self._embeddings(step, hidden))
+            return LaunchedStep(self._platform.record_event(), embeddings=embeddings, scores=scores, tiers=tiers)
         embeddings = self._embeddings(step, hidden)
         if wants_all and hidden.shape[0]:
             hidden = hidden.index_select(0, self._platform.upload(last))
         result = self.argmax(hidden) if is_plain else self.logits(hidden)
         if not self._is_driver:
-            return LaunchedStep(self._platform.record_event())
+            return LaunchedStep(self._platform.record_event(), tiers=tiers)
 
         def sample() -> SampledTokens:
             self._sampler.set_rows(step.new_sequences)
             return self._sampler.take(result, rows) if is_plain else self._sampler.sample(result, rows, positions)
 
-        sampled = self._alone(sample)
-        return LaunchedStep(self._platform.record_event(), sampled, embeddings, scores, drafted)
+        sampled = self._catching_output_failure(sample)
+        return LaunchedStep(self._platform.record_event(), sampled, embeddings, scores, drafted, tiers)
 
     def forward(
         self,
@@ -252,14 +250,14 @@ class ModelRunner:
         sequences = np.searchsorted(batch.query_start, places, side="right") - 1
         return self._platform.upload(places), self._sampler.last_tokens(batch.state_rows[sequences])
 
-    def _foresee(self, batch: StepBatch, last: Int32Array) -> None:
+    def _prefetch_masks(self, batch: StepBatch, last: Int32Array) -> None:
         """Tell the sampler what is guessed: of a sequence with several samples, the tokens that those after the first follow."""
         rows = batch.sample_state_rows
         is_guess = np.zeros(len(rows), np.bool_)
         is_guess[1:] = rows[1:] == rows[:-1]
-        self._sampler.foresee(rows[is_guess], batch.token_ids[last[is_guess]])
+        self._sampler.prefetch_masks(rows[is_guess], batch.token_ids[last[is_guess]])
 
-    def _alone(self, make: Callable[[], T]) -> T:
+    def _catching_output_failure(self, make: Callable[[], T]) -> T:
         """Return what a rank makes of a step when it needs the others no more; raises OutputFailed for what fails in it.
 
         A device that failed in what was queued before says so when it is waited for, and that is no failed output.
@@ -342,7 +340,7 @@ class ModelRunner:
 
     def forget_embeddings(self) -> None:
         """Drop the embeddings of all sources."""
-        self._embeddings_given.clear()
+        self._embedding_cache.clear()
 
     # Graphs
 
@@ -404,46 +402,6 @@ class PlainRows:
         return bool((positions >= self._first[rows]).all())
 
 
-class Pooler:
-    """Pools hidden states: keeps what a chunked prompt's result still needs of the chunks before."""
-
-    def __init__(self) -> None:
-        self._partial: dict[int, tuple[Tensor, int]] = {}
-
-    def add(self, seq_id: int, pooling: Pooling, hidden: Tensor, *, ends: bool, starts: bool = False) -> Tensor | None:
-        """Take the hidden states [tokens, hidden_size] of a prompt's next chunk; return the pooled [rows, hidden_size] when it ends.
-
-        One row, or with ALL a row for each token; a mean is float32. They are on the device, and may share the memory of `hidden`.
-
-        Args:
-            starts: the chunk is the prompt's beginning, also of a prompt that is computed once more.
-        """
-        if starts:
-            self._partial.pop(seq_id, None)
-        if pooling is Pooling.LAST:
-            return hidden[-1:] if ends else None
-        total, count = self._partial.pop(seq_id, (None, 0))
-        if starts and ends and pooling is not Pooling.MEAN:
-            return hidden if pooling is Pooling.ALL else hidden[:1]
-        # A decoder may write its next step's result to the same memory.
-        if pooling is Pooling.CLS:
-            state, count = (hidden[:1].clone() if total is None else total), 1
-        elif pooling is Pooling.ALL:
-            state, count = (hidden.clone() if total is None else torch.cat((total, hidden))), 1
-        else:
-            chunk = hidden.float().sum(dim=0, keepdim=True)
-            state, count = (chunk if total is None else total + chunk), count + len(hidden)
-        if ends:
-            return state / count if pooling is Pooling.MEAN else state
-        self._partial[seq_id] = (state, count)
-        return None
-
-    def remove(self, seq_ids: Iterable[int]) -> None:
-        """Forget sequences that ended before their prompt did."""
-        for seq_id in seq_ids:
-            self._partial.pop(seq_id, None)
-
-
 def _token_types(step: StepInput) -> Int64Array | None:
     """Return to which of two texts each token of a step belongs, None where all are of the first."""
     if not step.pooling or not any(request.second_text for request in step.pooling.values()):
@@ -456,52 +414,3 @@ def _token_types(step: StepInput) -> Int64Array | None:
             tokens = slice(batch.query_start[row], batch.query_start[row + 1])
             types[tokens] = batch.positions[tokens] >= second
     return types
-
-
-def dummy_decode(context: int, block_size: int) -> StepBatch:
-    """Return the decode of one sequence of `context` tokens, whose keys and values are what the first blocks hold."""
-    batch = dummy_batch(num_tokens=context, max_len=context, block_size=block_size, max_seqs=1)
-    return replace(
-        batch,
-        token_ids=batch.token_ids[-1:],
-        positions=batch.positions[-1:],
-        slot_mapping=batch.slot_mapping[-1:],
-        query_start=np.array([0, 1], np.int32),
-        num_decodes=1,
-    )
-
-
-def dummy_batch(*, num_tokens: int, max_len: int, block_size: int, max_seqs: int) -> StepBatch:
-    """Return a step of `num_tokens` zero tokens in as few sequences as `max_len` allows, each sampled: decodes if that is 1, else prefills.
-
-    The sequences own the first blocks of the cache, in order. What does not fit into `max_seqs` sequences is left out.
-    """
-    lengths = [min(max_len, num_tokens - start) for start in range(0, num_tokens, max_len)][:max_seqs]
-    query_start = np.cumsum([0, *lengths]).astype(np.int32)
-    blocks_per_seq = -(-max(lengths) // block_size)
-    block_table = np.arange(len(lengths) * blocks_per_seq, dtype=np.int32).reshape(len(lengths), blocks_per_seq)
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-    rows = np.arange(len(lengths), dtype=np.int32)
-    owner = np.repeat(rows, lengths)
-    slots = block_table[owner, positions // block_size] * block_size + positions % block_size
-    no_pairs = np.empty((0, 2), np.int32)
-    return StepBatch(
-        token_ids=np.zeros(len(positions), np.int64),
-        positions=positions,
-        slot_mapping=slots.astype(np.int32),
-        query_start=query_start,
-        context_lens=np.asarray(lengths, np.int32),
-        block_table=block_table,
-        rows=rows,
-        seq_ids=rows.astype(np.int64),
-        num_decodes=len(lengths) if max_len == 1 else 0,
-        sample_rows=rows,
-        sample_seq_ids=rows.astype(np.int64),
-        state_rows=rows,
-        sample_state_rows=rows,
-        sample_positions=np.zeros(len(lengths), np.int32),
-        swap_out=no_pairs,
-        swap_in=no_pairs,
-        copies=no_pairs,
-        preempted=np.empty(0, np.int64),
-    )

@@ -14,10 +14,11 @@ from hardpoint.interfaces.dtypes import DType
 from hardpoint.interfaces.platform import Platform
 from hardpoint.interfaces.worker import WorkerConfig
 from hardpoint.sampling.sampler import Sampler
+from hardpoint.worker.dummy_batches import dummy_batch
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel
-from hardpoint.worker.model_runner import ModelRunner, dummy_batch
-from hardpoint.worker.ranks import place_of
+from hardpoint.worker.model_runner import ModelRunner
+from hardpoint.worker.ranks import parallel_rank_of
 from hardpoint.worker.step_graphs import StepCapture
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def largest_step(
     batch = in_groups(batch, num_groups, loaded.plan.block_size)
     samples = info.is_generative and config.rank == config.driver_rank and cache.device.type != "cpu"
     compute = partial(_compute, runner, batch, cache)
-    # A first run compiles, or reads all weights from where loading left them: for the time of a short one that is half of it.
+    # A short step runs first, untimed: a first run compiles, or reads all weights from where loading left them, for half of its time.
     growth = 0
     if holds_scratch:
         first = in_groups(dummy(_FIRST_TOKENS), num_groups, loaded.plan.block_size)
@@ -103,7 +104,9 @@ def largest_step(
     seconds = time.perf_counter() - start
     graphs = capture.estimate_bytes(cache, used)
     del cache, compute
-    unsampled = config.max_num_samples - len(batch.sample_rows) if place_of(config).is_last and not samples else 0
+    unsampled = (
+        config.max_num_samples - len(batch.sample_rows) if parallel_rank_of(config).is_last and not samples else 0
+    )
     return StepCost(
         growth + logits_bytes(unsampled, info.vocab_size),
         graphs,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hardpoint.interfaces.collectives import Collectives
 
 
-def place_of(config: WorkerConfig) -> ParallelRank:
+def parallel_rank_of(config: WorkerConfig) -> ParallelRank:
     """Return the place that a configuration gives its rank."""
     return ParallelRank(config.tensor_rank, config.tensor_parallel_size, config.stage, config.pipeline_parallel_size)
 
@@ -96,7 +96,7 @@ def join_ranks(config: WorkerConfig, descriptor: BackendDescriptor, device: Devi
     Raises:
         WorkerError: not all ranks came, or they did not join within `communication_timeout` seconds.
     """
-    rendezvous, place = RendezvousPoint.parse(config.init_method), place_of(config)
+    rendezvous, place = RendezvousPoint.parse(config.init_method), parallel_rank_of(config)
     with ExitStack() as groups, _all_ranks(rendezvous, config.rank, config.world_size):
 
         def join(name: str, rank: int, size: int) -> Collectives | None:
@@ -263,7 +263,7 @@ class TorchCollectives(Collectives):
                 ],
                 hint="Install torch's build for this device, or run one rank",
             )
-        # What captured steps reduce would be mapped into the other ranks' processes, which would still read that memory after a sleep.
+        # Registered buffers of captured steps would be mapped by the other ranks, which would still read that memory after a sleep.
         require_env(
             f"{library.upper()}_GRAPH_REGISTER",
             "0",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LARGEST = 512
 """Most sequences of a captured step: larger ones keep a device busy without graphs."""
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """Most tokens of a captured step with prompts, for the same reason."""
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792)
 
@@ -49,7 +49,7 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 def mixed_sizes(max_num_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens of steps with prompts to capture, rising, the last one the most that a step can have."""
-    largest = min(max_num_tokens, MOST_TOKENS)
+    largest = min(max_num_tokens, MAX_TOKENS)
     return (*(size for size in _TOKENS if size < largest), largest)
 
 
@@ -190,18 +190,18 @@ class StepGraphs:
         if shape.is_mixed:
             wanted = self._staged[2 * tokens : shape.size].view(np.int32)
             wanted[: len(rows)], wanted[len(rows) :] = rows, 0
-        # By a kernel: on some devices a captured step does not see what a copy wrote (`TileTarget.caches_scalars`).
+        # Inputs are written by a kernel: on some devices a captured step does not see what a copy wrote (`TileTarget.caches_scalars`).
         torch.add(self._upload(self._staged[: shape.size]), 0, out=self._inputs[: shape.size])
         if early is not None:
             self._inputs.index_copy_(0, *early)
-        # The groups' arguments from the host are of the step, and so the same.
+        # Host arguments depend on the step alone, so that those of the first group are those of all.
         arguments = [self._attention.host_arguments(metadata) for metadata in self._prepare(padded)]
         if arguments[0] is not None:
             self._runner.update(shape.key, arguments[0])
         self._runner.replay(shape.key)
         if shape.is_mixed:
             return self._hidden[: len(rows)]
-        # Token `i` of such a step is that of sequence `i`.
+        # Here every sequence has one token: token `i` is that of sequence `i`.
         hidden = self._hidden[: batch.num_seqs]
         is_all = len(rows) == len(hidden) and np.array_equal(rows, np.arange(len(rows)))
         return hidden if is_all else hidden.index_select(0, self._upload(rows))
@@ -258,7 +258,7 @@ class StepGraphs:
         max_num_seqs: int,
         on_captured: Callable[[], None],
     ) -> None:
-        # What attention allocates for captured steps sleeps and is counted with the graphs.
+        # Tensors that attention allocates for captured steps sleep with the graphs, and are counted with them.
         with factory_call_pool(self._allocator, GRAPHS):
             for group in self._groups:
                 self._attention.begin_capture(group.plan, max_num_seqs if mixed else decodes[-1].seqs)
@@ -292,7 +292,7 @@ class StepGraphs:
             self._cache,
             rows[: shape.rows],
         )
-        # By a kernel: torch copies by the driver's own copy, a node of which nobody has shown that it outlives a remapping.
+        # Outputs are written by a kernel: `copy_` would be captured as the driver's copy, and none is known to outlive a remapping.
         torch.mul(hidden, 1, out=self._hidden[: shape.rows])
 
 

@@ -165,7 +165,7 @@ class TorchGraphRunner(GraphRunner):
         if allocator is None:
             raise GraphCaptureFailed("nothing can be captured before the runner is started", hint="Call start first")
         if self._memory is None:
-            self._memory = allocator.vendor_graph_pool(GRAPHS)
+            self._memory = allocator.graph_pool(GRAPHS)
             self._stream = module.Stream(self._index)
             # Torch has few streams, and gives them out in turn: what lies in another engine's pool would go with that engine.
             self._forget_workspaces()

@@ -23,17 +23,18 @@ from hardpoint.interfaces.worker import MemoryProfile, ModelInfo, WeightWrite, W
 from hardpoint.models import TokenizerBackend
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.sampler import Sampler
-from hardpoint.worker.adapters import AdapterMemory
+from hardpoint.worker.adapter_memory import AdapterMemory
 from hardpoint.worker.draft_model import DraftModel, load_draft
 from hardpoint.worker.kv_memory import KVMemory
 from hardpoint.worker.loading import LoadedModel, load_rank
-from hardpoint.worker.memory_changes import KEPT, SleepCycle, Transactions, Weights
+from hardpoint.worker.memory_changes import SleepCycle, Transactions
 from hardpoint.worker.model_runner import LaunchedStep, ModelRunner
 from hardpoint.worker.profile import StepCost, largest_step, logits_bytes
 from hardpoint.worker.ranks import check_ranks
 from hardpoint.worker.state_memory import StateMemory
 from hardpoint.worker.step_graphs import StepCapture
 from hardpoint.worker.trace import Trace
+from hardpoint.worker.weights import KEPT, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,20 +137,7 @@ class StandardWorker(Worker):
             platform=platform,
             groups=self._groups,
         )
-        platform.synchronize()
-        weights = Weights(model, allocator, platform.synchronize)
-        state_layers, states = model.model.state_layers(), None
-        if state_layers:
-            states = StateMemory(state_layers, config.max_num_seqs, allocator=allocator, upload=platform.upload)
-        kv = KVMemory(
-            model.plan.kv_cache,
-            allocator=allocator,
-            attention=attention,
-            platform=platform,
-            torch_device=self._device.torch_device,
-            states=states,
-        )
-        capture = StepCapture(self._context, model, allocator=allocator, attention=attention, platform=platform)
+        weights, kv, capture = self._parts_of(self._context, model, attention)
         vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
         vocab_size = model.info.vocab_size
         grammars = Grammars(vocabulary, vocab_size)
@@ -169,7 +157,7 @@ class StandardWorker(Worker):
     def _load_draft(self, rank: _Started, target: LoadedModel, sampler: Sampler) -> tuple[DraftModel, LoadedModel]:
         """Load the draft model; return it, and the model with an account of both."""
         platform, allocator = rank.platform, rank.allocator
-        # Attention of its own: what one has prepared for a step and captured is of one model.
+        # The draft model has an attention backend of its own: what is prepared for a step and captured is of one model.
         attention = self._context.descriptor.make("attention", self._device)
         context, model = load_draft(
             self._context,
@@ -180,19 +168,10 @@ class StandardWorker(Worker):
             platform=platform,
             groups=self._groups,
         )
-        platform.synchronize()
-        kv = KVMemory(
-            model.plan.kv_cache,
-            allocator=allocator,
-            attention=attention,
-            platform=platform,
-            torch_device=self._device.torch_device,
-        )
-        capture = StepCapture(context, model, allocator=allocator, attention=attention, platform=platform)
+        weights, kv, capture = self._parts_of(context, model, attention)
         runner = ModelRunner(
             context.config, model, attention=attention, capture=capture, kv=kv, sampler=sampler, platform=platform
         )
-        weights = Weights(model, allocator, platform.synchronize)
         draft = DraftModel(
             weights,
             kv,
@@ -208,10 +187,30 @@ class StandardWorker(Worker):
             target.info,
             weight_bytes=target.info.weight_bytes + model.info.weight_bytes,
             draft_block_bytes=model.plan.kv_cache.block_bytes,
-            # The guesses are drawn one after the other, each of which the host has to know.
+            # The host has to know each guess before the next one is drawn.
             steps_in_flight=0,
         )
         return draft, replace(target, info=info)
+
+    def _parts_of(
+        self, context: WorkerContext, model: LoadedModel, attention: AttentionBackend
+    ) -> tuple[Weights, KVMemory, StepCapture]:
+        """Return what writes a loaded model's weights, what holds its KV cache and states, and what captures its steps."""
+        rank, states = self._started, None
+        rank.platform.synchronize()
+        if layers := model.model.state_layers():
+            upload = rank.platform.upload
+            states = StateMemory(layers, context.config.max_num_seqs, allocator=rank.allocator, upload=upload)
+        kv = KVMemory(
+            model.plan.kv_cache,
+            allocator=rank.allocator,
+            attention=attention,
+            platform=rank.platform,
+            torch_device=self._device.torch_device,
+            states=states,
+        )
+        capture = StepCapture(context, model, allocator=rank.allocator, attention=attention, platform=rank.platform)
+        return Weights(model, rank.allocator, rank.platform.synchronize), kv, capture
 
     def profile(self) -> MemoryProfile:
         """Run the largest legal step with dummy tokens over a KV cache of just its own size, and return what it takes.
@@ -298,7 +297,7 @@ class StandardWorker(Worker):
             )
         model.kv.check_initialized()
         self._started.platform.make_current()
-        # Without a name for the exception that outlives it: its traceback leads to this frame, and the two would keep the step's tensors.
+        # No local name may outlive the exception: its traceback refers to this frame, and the cycle would keep the step's tensors.
         try:
             model.in_flight.append(model.runner.launch(step))
         except Exception as error:
@@ -314,7 +313,7 @@ class StandardWorker(Worker):
             try:
                 raise outcome
             finally:
-                # The exception leads to this frame: if the frame led back to it, the step's tensors would stay until a collection.
+                # The traceback refers to this frame: if the frame referred back, the step's tensors would stay until a collection.
                 del outcome
         return outcome.collect()
 
@@ -338,7 +337,7 @@ class StandardWorker(Worker):
         kept = communicators.resident_bytes()
         held = {GRAPHS: self._loaded.runner.graph_bytes(), COLLECTIVES: kept or None}
         named = {name: size for name, size in held.items() if size is not None}
-        # Given back by a sleep, taken by a wake.
+        # A sleep gives communicators' memory back, and a wake takes it.
         unmapped = report.unmapped + abs(before - kept)
         return replace(report, unmapped=unmapped, residual={**report.residual, **named})
 
@@ -355,7 +354,7 @@ class StandardWorker(Worker):
         held, draft = self._loaded.weights, self._loaded.draft
         self._loaded.runner.forget_embeddings()
         if draft is not None:
-            # Whoever writes the model's weights does not know of these.
+            # Callers write the model's weights alone, so that the draft model's are loaded here again where a sleep has discarded them.
             draft.weights.restore(trust_remote_code=self._config.trust_remote_code)
         match write:
             case WeightWrite.UPDATE:
@@ -414,7 +413,7 @@ class StandardWorker(Worker):
         self._transactions.abandon()
         if self._model is not None:
             if self._model.in_flight and self._rank is not None:
-                # A device that failed gives its memory back like others.
+                # A device that failed raises here; its memory is given back all the same.
                 with suppress(Exception):
                     self._rank.platform.synchronize()
             self._model.runner.drop_graphs()

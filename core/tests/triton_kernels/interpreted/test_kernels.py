@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from hardpoint.interfaces import AttentionLayer, AttentionRequest, Device, DType, Refusal
-from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.errors import ConfigError, InvalidBatch
 from hardpoint.triton import TritonAttention, kernels
-from hardpoint.triton.step import InvalidBatch
 
 DEVICE = Device("interpreted", 0, "interpreter", "cpu", simulated=True)
 LAYER = AttentionLayer(4, 2, 64, 0.125)
@@ -100,7 +99,7 @@ def test_caches_of_different_shape_do_not_exchange_blocks() -> None:
 def test_plans_name_their_kernels_and_the_reasons() -> None:
     plan = TritonAttention(DEVICE).plan(REQUEST)
     assert not isinstance(plan, Refusal)
-    assert any("flashinfer" in note for note in plan.notes)
+    assert any("triton (Hardpoint's own kernels)" in note for note in plan.notes)
     assert any("interpreter" in note for note in plan.notes)
 
 
@@ -115,6 +114,6 @@ def test_what_cannot_be_done_is_refused_with_reasons(changed: dict[str, float], 
 
 
 def test_other_kernels_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HARDPOINT_ATTENTION", "flashinfer")
-    with pytest.raises(ConfigError, match="flashinfer"):
+    monkeypatch.setenv("HARDPOINT_ATTENTION", "magic")
+    with pytest.raises(ConfigError, match="magic"):
         TritonAttention(DEVICE)

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.interfaces import AttentionLayer, AttentionPlan, AttentionRequest, Device, DType, StepBatch, mixed_seqs
 from hardpoint.triton import TritonAttention
-from hardpoint.triton.step import MOST_PROMPTS
+from hardpoint.triton.step import MAX_PROMPTS
 
 DEVICE = Device("interpreted", 0, "interpreter", "cpu", simulated=True)
 BLOCK_SIZE, BLOCKS, SEQS, MOST = 16, 400, 5, 700
@@ -169,10 +169,10 @@ def test_a_captured_step_computes_any_step_with_prompts_bit_by_bit(name: str) ->
 
 def test_steps_that_fill_all_tiles_are_computed_whole() -> None:
     """As many prompts as there is room for, each of which leaves a tile unfilled."""
-    sizes, seqs = (160,), MOST_PROMPTS + 2
+    sizes, seqs = (160,), MAX_PROMPTS + 2
     captured, plain = (Bench(LAYERS["plain"], sizes, seqs, graphs) for graphs in (True, False))
-    queries = [1, 1, *[2] * (MOST_PROMPTS - 1), 96]
-    contexts = [100, 30, *[5] * (MOST_PROMPTS - 1), 96]
+    queries = [1, 1, *[2] * (MAX_PROMPTS - 1), 96]
+    contexts = [100, 30, *[5] * (MAX_PROMPTS - 1), 96]
     table = np.random.default_rng(2).permutation(BLOCKS)[: len(queries) * 7].reshape(-1, 7).astype(np.int32)
     batch = step(queries, contexts, table)
     assert captured.attention.can_replay(captured.plan, batch, seqs, BLOCKS)
@@ -184,7 +184,7 @@ def test_steps_that_fill_all_tiles_are_computed_whole() -> None:
 def test_steps_with_more_prompts_are_not_replayed() -> None:
     bench = Bench(LAYERS["plain"], (), 40, graphs=False)
     table = np.arange(40, dtype=np.int32)[:, None]
-    for prompts, expected in ((MOST_PROMPTS, True), (MOST_PROMPTS + 1, False)):
+    for prompts, expected in ((MAX_PROMPTS, True), (MAX_PROMPTS + 1, False)):
         batch = step([1, *[2] * prompts], [5, *[2] * prompts], table)
         assert bench.attention.can_replay(bench.plan, batch, 40, BLOCKS) is expected
     # Padding is none.

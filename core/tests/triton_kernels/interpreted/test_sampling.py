@@ -13,9 +13,10 @@ import torch
 
 from hardpoint.interfaces import Device
 from hardpoint.interfaces.errors import InvalidRequest
-from hardpoint.sampling import SamplingParams, reference
+from hardpoint.sampling import SamplingParams
 from hardpoint.sampling.sampler import Sampler
 from hardpoint.triton import TritonKernels, operators
+from hardpoint_conformance import sampling_reference
 from tests.e2e.extremes import single, together
 
 MIXED: list[dict[str, Any]] = [
@@ -56,7 +57,7 @@ def test_tokens_are_those_of_the_definition(
         found = sampler.sample(logits, rows, np.full(len(rows), step, np.int32)).collect()
         assert not found.failed
         for row, (one, output) in enumerate(zip(sequences, outputs, strict=True)):
-            expected = reference.sample_row(logits[row].numpy(), one, output)
+            expected = sampling_reference.sample_row(logits[row].numpy(), one, output)
             assert found.token_ids[row] == expected, MIXED[row]
             output.append(expected)
     assert sampler.last_tokens(rows).tolist() == [output[-1] for output in outputs]
@@ -102,7 +103,7 @@ def test_the_search_for_a_bound_ends_at_the_definition(logits: list[float], monk
     for count in range(2):
         found = sampler.sample(torch.from_numpy(row).repeat(len(params), 1), rows, np.full_like(rows, count)).collect()
         for one, token in zip(sequences, found.token_ids, strict=True):
-            assert token == reference.sample_row(row, one, [0] * count), one
+            assert token == sampling_reference.sample_row(row, one, [0] * count), one
 
 
 @pytest.mark.parametrize("values", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
@@ -111,7 +112,7 @@ def test_a_row_without_a_token_fails_alone(values: dict[str, Any]) -> None:
     one = SamplingParams(seed=3, **values).to_sequence_sampling(0, (1,), 0, 0, [])
     sampler.set_rows([replace(one, state_row=row) for row in range(4)])
     logits = torch.randn(300, generator=torch.Generator().manual_seed(1)).repeat(4, 1)
-    expected = reference.sample_row(logits[3].numpy(), one, [])
+    expected = sampling_reference.sample_row(logits[3].numpy(), one, [])
     logits[0, 77], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
     found = sampler.sample(logits, np.arange(4, dtype=np.int32), np.zeros(4, np.int32)).collect()
     assert found.token_ids.tolist() == [-1, -1, -1, expected]
@@ -134,5 +135,5 @@ def test_extreme_parameters_are_a_matter_of_their_row() -> None:
     rows = np.arange(len(sequences), dtype=np.int32)
     found = sampler.sample(logits, rows, np.zeros_like(rows)).collect()
     for row, one in enumerate(sequences):
-        assert found.token_ids[row] == max(reference.sample_row(logits[row].numpy(), one, []), -1), one
+        assert found.token_ids[row] == max(sampling_reference.sample_row(logits[row].numpy(), one, []), -1), one
     assert 0 < len(found.failed) < len(sequences) / 2

@@ -24,7 +24,7 @@ from hardpoint.interfaces import (
 )
 from hardpoint.interfaces.errors import CapabilityRefused
 from hardpoint.triton import triton_attention_capabilities
-from hardpoint.triton.choice import attention_note
+from hardpoint.triton.choice import attention_choice
 
 if TYPE_CHECKING:
     from hardpoint.interfaces import Worker
@@ -57,7 +57,6 @@ def probe() -> ProbeResult:
         total_memory=BUDGET,
         driver_version=f"{platform.system()} {platform.release()}",
         simulated=True,
-        properties={"attention kernels": attention_note()},
     )
     return ProbeResult((device,))
 
@@ -80,6 +79,7 @@ def capabilities(device: Device) -> Capabilities:
             torch_pool=TorchPoolScope.FACTORY_CALLS,
         ),
         determinism=Determinism.RUN_TO_RUN,
+        notes=(f"attention: {attention_choice()}",),
     )
 
 

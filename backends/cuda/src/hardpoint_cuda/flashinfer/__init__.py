@@ -10,4 +10,7 @@ from __future__ import annotations
 from hardpoint_cuda.flashinfer.claims import flashinfer_attention_capabilities
 from hardpoint_cuda.flashinfer.signatures import flashinfer_obstacle, flashinfer_version
 
-__all__ = ["flashinfer_attention_capabilities", "flashinfer_obstacle", "flashinfer_version"]
+FLASHINFER = "flashinfer"
+"""Its name among the kernels that can be chosen."""
+
+__all__ = ["FLASHINFER", "flashinfer_attention_capabilities", "flashinfer_obstacle", "flashinfer_version"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hardpoint.models import RunnableModel
 
 
-class GivenEmbeddings:
+class EmbeddingCache:
     """The embeddings of the sources that a rank was given, on the device, by their numbers.
 
     Args:

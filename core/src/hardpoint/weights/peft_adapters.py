@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.interfaces.errors import CorruptWeights, HardpointError, InvalidAdapter
-from hardpoint.weights.checkpoint import SafetensorsCheckpoint
+from hardpoint.weights.checkpoint import SafetensorsCheckpoint, listed
 from hardpoint.weights.loading import standard_name
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ _USED = frozenset(
 )
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` with which training starts from other weights of the model than its checkpoint's."""
-_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +214,12 @@ def _matrices(
     if strange or not found:
         raise InvalidAdapter(
             f"the adapter in {folder} was made for another model, or has more than matrices of linear layers",
-            found=_listed(strange) if strange else "no tensors",
+            found=listed(strange) if strange else "no tensors",
             hint=f"Adapters of this model are for {', '.join(sorted({name.rpartition('.')[2] for name in targets}))}",
         )
     single = sorted(name for name, pair in found.items() if len(pair) < 2)
     if single:
-        raise InvalidAdapter(f"the adapter in {folder} is not whole", found=f"one matrix of two for {_listed(single)}")
+        raise InvalidAdapter(f"the adapter in {folder} is not whole", found=f"one matrix of two for {listed(single)}")
     return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
 
@@ -235,12 +234,12 @@ def _check_targets(folder: Path, config: Mapping[str, Any], present: Mapping[str
     if not isinstance(wanted, list) or not all(isinstance(one, str) for one in wanted):
         return  # a regular expression, or none: the weights say it
     own_names = {name: present.get(name, name) for name in targets}
-    listed = {name for name, own in own_names.items() if any(own == one or own.endswith(f".{one}") for one in wanted)}
-    missing, more = sorted(listed - set(present)), sorted(set(present) - listed)
+    named = {name for name, own in own_names.items() if any(own == one or own.endswith(f".{one}") for one in wanted)}
+    missing, more = sorted(named - set(present)), sorted(set(present) - named)
     if more or (missing and config["layers"]):
         raise InvalidAdapter(
             f"the adapter in {folder} does not have the layers that its target_modules say",
-            found=f"{_listed(more)} beside them" if more else f"nothing for {_listed(missing)}",
+            found=f"{listed(more)} beside them" if more else f"nothing for {listed(missing)}",
             hint=f"Its target_modules are {', '.join(wanted)}",
         )
 
@@ -265,8 +264,3 @@ def _values(checkpoint: SafetensorsCheckpoint, name: str, dtype: torch.dtype) ->
     if not bool(values.isfinite().all()):
         raise CorruptWeights(f"{name} has values that are not finite in {dtype}", found="NaN or infinity")
     return values.contiguous()
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -13,9 +13,7 @@ from hardpoint.interfaces.batch import FloatArray, SequenceSampling, TokenLogpro
 from hardpoint.interfaces.sampling import DRAW_BITS, TOP_P_BITS, WEIGHT_BITS, SampleFailure
 from hardpoint.sampling.params import GREEDY_BELOW
 from hardpoint.sampling.random import draws, stream_key
-
-MAX_TEMPERATURE = 1e30
-"""A higher temperature counts as this one, which makes all tokens alike that are not masked."""
+from hardpoint.sampling.table import MAX_TEMPERATURE
 
 
 def sample_row(logits: FloatArray, sampling: SequenceSampling, output: Sequence[int]) -> int:
