@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint_conformance.tiny_model import Model, Shape, demo_file, read_demo, tiny_model
 from tests.shallow_demo import write_shallow_demo
 
@@ -52,6 +52,15 @@ def engine(model: str = "demo", **settings: Any) -> Iterator[LLM]:
         yield llm
     finally:
         llm.shutdown()
+
+
+def drain(engine: LLMEngine) -> dict[str, list[Any]]:
+    """Return all outputs of an engine's requests, by their ids, once they have ended."""
+    outputs: dict[str, list[Any]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.interfaces.batch import FloatArray
 from hardpoint.interfaces.errors import ConfigError, HardpointError, InvalidRequest
-from hardpoint.sampling import RequestOutputKind, reference
+from hardpoint.sampling import RequestOutputKind
 from hardpoint.validation.declared import FLOAT32_MAX, FLOAT32_MIN
+from hardpoint_conformance import sampling_reference
 
 EOS = 2
 """The end-of-text token of the tests' models."""
@@ -266,7 +267,7 @@ def end_of(outputs: Sequence[RequestOutput]) -> Any:
 def _first_token(params: SamplingParams, logits: FloatArray, fork: int, bad_tokens: list[tuple[int, ...]]) -> int:
     sampling = params.to_sequence_sampling(0, PROMPT, fork, 0, [EOS], bad_words=bad_tokens)
     try:
-        return reference.sample_row(logits, sampling, [])
+        return sampling_reference.sample_row(logits, sampling, [])
     except Exception:  # a logits processor's
         return -1
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hardpoint import LLM, LoRARequest, SamplingParams
+from hardpoint import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from hardpoint.engine.commands import Sleep
 from hardpoint.engine.sleep import SleepMode, SleepRequest
 from hardpoint.interfaces.errors import (
@@ -107,6 +107,15 @@ def test_a_mixed_batch_is_equal_to_merged_weights(
     assert len({tuple(tokens) for tokens, _ in expected}) == 4
 
 
+def test_a_beam_search_goes_through_an_adapter(folder: Path, llm: LLM, requests: list[LoRARequest | None]) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    found = llm.beam_search(PROMPTS[:2], params, lora_request=requests[:2])
+    for output, prompt, name in zip(found, PROMPTS, ("base", "merged0"), strict=False):
+        with engine(folder / name) as alone:
+            (expected,) = alone.beam_search([prompt], params)
+        assert [one.tokens for one in output.sequences] == [one.tokens for one in expected.sequences]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -119,7 +128,7 @@ def test_adapters_over_ranks_and_processes(
     folder: Path, requests: list[LoRARequest | None], expected: list[tuple[list[int], float]], settings: dict[str, int]
 ) -> None:
     with engine(folder / "base", enable_lora=True, max_loras=3, **settings) as llm:
-        assert llm.info.path == ("fused" if "engine_process" in settings else "lean")
+        assert llm.info.path == ("fused" if "engine_process" in settings else "modules")
         found = answers(llm, lora_request=requests)
         assert [close(*pair) for pair in zip(found, expected, strict=True)] == [True] * 4, (found, expected)
         with pytest.raises(InvalidAdapter, match="no folder of a LoRA adapter"):

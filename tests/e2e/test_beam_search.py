@@ -76,7 +76,7 @@ PARAMS = BeamSearchParams(beam_width=WIDTH, max_tokens=LENGTH, ignore_eos=True)
     [
         pytest.param({}, id="whole"),
         pytest.param({"block_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 8}, id="chunks-of-8-tokens"),
-        pytest.param({"enable_prefix_caching": False, "use_fused_decoder": False}, id="lean-modules"),
+        pytest.param({"enable_prefix_caching": False, "use_fused_decoder": False}, id="modules"),
     ],
 )
 def test_beams_equal_a_plain_search(settings: dict[str, Any], make_shallow: Make, expected: Any) -> None:

@@ -159,7 +159,7 @@ def test_layers_and_ranks_compute_what_the_program_does(
     settings: dict[str, Any], file: Path, start: Callable[..., LLM]
 ) -> None:
     other = start(file, **settings)
-    assert other.info.path == "lean"
+    assert other.info.path == "modules"
     for (_, ours), (_, theirs) in zip(run(start(file)), run(other), strict=True):
         assert ours[0] == pytest.approx(theirs[0], abs=0.1)
 

@@ -47,7 +47,7 @@ def expected(make_shallow: Make) -> list[Any]:
     [
         pytest.param(SHALLOW, {}, id="itself"),
         pytest.param(OTHER, {}, id="another"),
-        pytest.param(OTHER, {"use_fused_decoder": False}, id="lean-modules"),
+        pytest.param(OTHER, {"use_fused_decoder": False}, id="modules"),
         pytest.param(OTHER, {"max_num_batched_tokens": 20, "max_num_seqs": 20}, id="chunks-within-20-tokens"),
         pytest.param(OTHER, {"block_size": 8, "num_device_blocks": 20, "max_model_len": 80}, id="preempted"),
         pytest.param(SHALLOW, {"engine_process": True, "executor": "multi_process"}, id="processes"),

@@ -8,12 +8,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.tests.executor.helpers import is_gone
 from hardpoint import LLM, SamplingParams
 from hardpoint.interfaces.errors import ConfigError, CorruptWeights, EngineDead, MemoryBusy, ParticipantError
 from hardpoint.models import open_model
@@ -74,12 +74,6 @@ class Witness:
 def _tokens(llm: LLM) -> list[Any]:
     outputs = llm.generate(["The capital of France is"] * 2, PARAMS)
     return [[(list(c.token_ids), c.cumulative_logprob) for c in output.outputs] for output in outputs]
-
-
-def _is_gone(pid: int) -> bool:
-    with suppress(FileNotFoundError):
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    return True
 
 
 def test_tokens_are_those_of_an_engine_in_this_process(llm: LLM, make_engine: Any, shallow_demo: str) -> None:
@@ -166,7 +160,7 @@ def test_a_kill_in_a_sleep_is_one_typed_error_and_ends_its_ranks(llm: LLM) -> No
     with pytest.raises(EngineDead, match="SIGKILL"):
         llm.sleep(progress=kill)
     end = time.monotonic() + 120
-    while not _is_gone(ranks[0]):
+    while not is_gone(ranks[0]):
         assert time.monotonic() < end
         time.sleep(0.01)
     with pytest.raises(EngineDead, match="SIGKILL"):

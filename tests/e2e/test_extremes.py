@@ -236,6 +236,6 @@ def test_whatever_is_given_to_an_asynchronous_client(model: str) -> None:
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "modules"])
 def test_logits_that_are_no_numbers_end_their_request_alone(model: str, logits: FloatArray, *, is_fused: bool) -> None:
     with LLM(model, **SETTINGS | {"num_device_blocks": 8, "use_fused_decoder": is_fused}) as llm:
-        assert llm.info.path == ("fused" if is_fused else "lean")
+        assert llm.info.path == ("fused" if is_fused else "modules")
         embeddings = tiny_model(SHAPE).weights["model.embed_tokens.weight"]
         check_that_a_request_of_nan_ends_alone(llm, logits, embeddings)

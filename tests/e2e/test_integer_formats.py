@@ -244,8 +244,9 @@ def test_matrices_under_other_names_than_the_models_stay_in_blocks(
 ) -> None:
     kind = KINDS["gptq-4-128"]
     tensors = {renamed(name): values for name, values in quantised(kind)[0].items()}
-    llm = start(write_folder(tmp_path, tensors, quantization_config=kind.config))
+    llm = start(write_folder(tmp_path / "renamed", tensors, quantization_config=kind.config))
     assert llm.info.weight_formats == {kind.blocks: 4 * LAYERS, "float32": 1}
+    assert np.array_equal(scored(llm), scored(start(write(tmp_path / "standard", kind))))
 
 
 def test_matrices_of_a_reranker_whose_head_is_made_of_tokens_stay_in_blocks(

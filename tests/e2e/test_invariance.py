@@ -51,18 +51,18 @@ def _tokens(outputs: Any) -> list[list[int]]:
         pytest.param({"block_size": 64}, id="block-size-64"),
         pytest.param({"max_num_batched_tokens": 20, "max_num_seqs": 20}, id="chunks-within-20-tokens"),
         pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
-        pytest.param({"use_fused_decoder": False}, id="lean-modules"),
+        pytest.param({"use_fused_decoder": False}, id="modules"),
     ],
 )
 def test_tokens_do_not_depend_on(
     settings: dict[str, Any], make_shallow: Make, greedy: Any, alone: list[list[int]]
 ) -> None:
     with make_shallow(**settings) as llm:
-        assert llm.info.path == ("fused" if settings.get("use_fused_decoder", True) else "lean")
+        assert llm.info.path == ("fused" if settings.get("use_fused_decoder", True) else "modules")
         assert _tokens(llm.generate(PROMPTS, greedy())) == alone
 
 
-@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "lean-modules"])
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "modules"])
 def test_tokens_do_not_depend_on_the_number_of_threads(
     is_fused: bool, make_shallow: Make, greedy: Any, alone: list[list[int]]
 ) -> None:

@@ -116,7 +116,7 @@ def test_tokens_equal_transformers_alone_in_a_batch_and_in_chunks(make_engine: M
     ]
     settings = {"max_model_len": 256, "block_size": 16}
     with make_engine(str(oracle.folder), **settings) as llm:
-        assert llm.info.path == "lean"
+        assert llm.info.path == "modules"
         alone = [llm.generate(one, GREEDY, use_tqdm=False)[0] for one in given]
         for one, output in zip(given, alone, strict=True):
             oracle.check(one, list(output.prompt_token_ids), list(output.outputs[0].token_ids))

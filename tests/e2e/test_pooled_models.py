@@ -127,7 +127,7 @@ def test_hidden_states_and_what_is_pooled_of_them_are_transformers_in_any_batch(
     with make_engine(
         str(tmp_path), skip_tokenizer_init=True, max_model_len=None, max_num_batched_tokens=64, max_num_seqs=4
     ) as llm:
-        assert llm.info.path == "lean" or name == "qwen3"
+        assert llm.info.path == "modules" or name == "qwen3"
         for params, pick in (
             ({"task": "token_embed"}, lambda x: x),
             ({"pooling": "cls"}, lambda x: x[0]),

@@ -56,7 +56,7 @@ def check(outputs: Sequence[RequestOutput], expected: list[torch.Tensor], best: 
     [
         pytest.param({}, id="whole"),
         pytest.param({"max_num_batched_tokens": 20, "max_num_seqs": 20}, id="chunks-within-20-tokens"),
-        pytest.param({"max_num_seqs": 3, "use_fused_decoder": False}, id="lean-modules"),
+        pytest.param({"max_num_seqs": 3, "use_fused_decoder": False}, id="modules"),
         pytest.param({"engine_process": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}, id="engine-process"),
     ],
 )

@@ -222,7 +222,7 @@ def test_two_ranks_share_each_layer(
 ) -> None:
     listening_before = _listening()
     with make(tensor_parallel_size=2, kv_offload_gib=0.02) as llm:
-        assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "lean", 64)
+        assert (llm.info.num_ranks, llm.info.path, llm.info.num_device_blocks) == (2, "modules", 64)
         assert len(_pids(llm)) == 2
         _check_tokens(llm, oracle, greedy(TOKENS))
         _check_prompt_logprobs(llm, oracle)

@@ -115,7 +115,7 @@ def test_layers_and_ranks_compute_what_the_program_does(
     quantization: str, settings: dict[str, Any], folder: Path, start: Callable[..., LLM]
 ) -> None:
     other = start(folder, quantization, **settings)
-    assert other.info.path == "lean"
+    assert other.info.path == "modules"
     assert set(other.info.weight_formats) == set(FORMATS[quantization])
     for (_, ours), (_, theirs) in zip(run(start(folder, quantization)), run(other), strict=True):
         assert ours[0] == pytest.approx(theirs[0], abs=0.1)

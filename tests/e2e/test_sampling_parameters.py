@@ -334,3 +334,10 @@ def test_priority_decides_who_is_served_first(make_shallow: Make, greedy: Any) -
         outputs = llm.generate(PROMPTS[:3], greedy(3), priority=[2, 1, 0])
         firsts = [output.metrics.first_token_time for output in outputs if output.metrics is not None]
         assert firsts == sorted(firsts, key=lambda time: -(time or 0))
+
+
+def test_a_priority_that_the_engine_would_not_heed_is_refused(small: LLM, greedy: Any) -> None:
+    small.generate(PROMPTS[:1], greedy(1), priority=[0])
+    with pytest.raises(InvalidRequest, match=r"priority=3 with scheduling_policy='fcfs'.*Leave the priority out"):
+        small.generate(PROMPTS[:2], greedy(1), priority=[0, 3])
+    assert not small.engine.has_unfinished_requests()

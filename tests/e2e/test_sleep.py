@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from hardpoint import LLM, LLMEngine, PoolingParams, SamplingParams
+from hardpoint import LLM, PoolingParams, SamplingParams
 from hardpoint.engine.sleep import EngineState
 from hardpoint.interfaces import Capabilities, Pooling, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import (
@@ -41,6 +41,7 @@ from hardpoint.memory import DriverTable
 from hardpoint.models import open_model
 from hardpoint.sampling import RequestOutputKind
 from hardpoint_cpu.driver import DriverFaults, driver_table
+from tests.e2e.conftest import drain
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,"]
 LONG = "Give three facts about the moon, and explain each of them in a sentence that a child understands. " * 3
@@ -67,7 +68,7 @@ class Subject:
 
     def last_tokens(self) -> list[list[int]]:
         """Serve all requests to their end and return what their last outputs hold."""
-        outputs = _drain(self.llm.engine)
+        outputs = drain(self.llm.engine)
         return [list(outputs[str(number)][-1].outputs[0].token_ids) for number in range(len(self.prompts))]
 
     def restore(self) -> None:
@@ -83,14 +84,6 @@ class Subject:
         self.tokens_changed = False
 
     tokens_changed = False
-
-
-def _drain(engine: LLMEngine) -> dict[str, list[Any]]:
-    outputs: dict[str, list[Any]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
 
 
 def _resident() -> int:
@@ -267,7 +260,7 @@ def test_kept_requests_continue_as_if_nothing_had_happened(arguments: dict[str, 
     with pytest.raises(EngineAsleep):
         llm.engine.step()
     llm.wake_up()
-    outputs = _drain(llm.engine)
+    outputs = drain(llm.engine)
     for number, tokens in enumerate(demo.expected):
         rest = [token for output in outputs[str(number)] for token in output.outputs[0].token_ids]
         assert rest == tokens[5:]
@@ -284,7 +277,7 @@ def test_kept_completions_of_one_prompt_continue_each_for_itself(kv: str, tiny: 
         llm.engine.step()
     llm.sleep(mode="keep", kv=kv)
     llm.wake_up()
-    output = _drain(llm.engine)["n"][-1]
+    output = drain(llm.engine)["n"][-1]
     assert [list(one.token_ids) for one in output.outputs] == whole
 
 
@@ -295,7 +288,7 @@ def test_a_kept_pooling_request_is_computed_from_its_beginning(make_tiny: Callab
     llm.engine.step()
     llm.sleep(mode="keep", tags="kv_cache")
     llm.wake_up()
-    (output,) = _drain(llm.engine)["e"]
+    (output,) = drain(llm.engine)["e"]
     np.testing.assert_allclose(output.outputs.data, whole.outputs.embedding, atol=1e-6)
 
 
@@ -445,7 +438,7 @@ def test_an_update_voids_what_was_computed_with_the_old_weights(
     llm.engine.add_request("in progress", prompt, tiny.params)
     llm.engine.step()
     llm.update_weights(other)
-    output = _drain(llm.engine)["in progress"][-1]
+    output = drain(llm.engine)["in progress"][-1]
     # The first token was drawn with the old weights; what follows is computed with the new ones alone.
     (again,) = llm.generate(
         {"prompt_token_ids": [*output.prompt_token_ids, output.outputs[0].token_ids[0]]}, tiny.params
@@ -607,7 +600,7 @@ def test_a_driver_call_that_fails_in_a_wake_leaves_the_engine_asleep_and_a_retry
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_model_in_safetensors_sleeps_on_every_tier(fused: bool, make_tiny: Callable[..., Subject]) -> None:
     tiny = make_tiny(use_fused_decoder=fused)
-    assert tiny.llm.info.path == ("fused" if fused else "lean")
+    assert tiny.llm.info.path == ("fused" if fused else "modules")
     for arguments in ({"tier": "source"}, {"tier": "disk"}, {"level": 2}):
         report = tiny.llm.sleep(**arguments)
         if arguments.get("tier") == "source":
@@ -739,6 +732,7 @@ def test_a_refused_sleep_leaves_nothing_of_an_engine_that_has_ended(
 def test_impossible_sleeps_change_nothing(tiny: Subject) -> None:
     for arguments, error in (
         ({"level": 3}, SleepRefused),
+        ({"levle": 1}, SleepRefused),
         ({"mode": "later"}, SleepRefused),
         ({"tier": "tape"}, SleepRefused),
         ({"tags": ["wights"]}, UnknownTag),

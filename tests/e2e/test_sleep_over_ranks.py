@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from hardpoint.executor import Executor
-from hardpoint.interfaces import Device, MemoryReport, SleepPlan, SleepTier, StepInput, StepOutput, WakePlan
+from core.tests.executor.helpers import RanksWithoutSteps
+from hardpoint.interfaces import Device, SleepPlan, SleepTier
 from hardpoint.interfaces.errors import DeviceOutOfMemory, DriverError, HardpointError, RanksDiverged
 from hardpoint.memory import VirtualAllocator
 from hardpoint_conformance.interposed import InterposedDriver
@@ -39,7 +39,7 @@ class SeenAllocator(CpuAllocator):
         )
 
 
-class Ranks(Executor):
+class Ranks(RanksWithoutSteps):
     """Workers in one thread, each of which serves the same sequence with a whole model."""
 
     def __init__(self, benches: list[WorkerBench], expected: list[int]) -> None:
@@ -50,21 +50,6 @@ class Ranks(Executor):
     @property
     def num_ranks(self) -> int:
         return len(self.benches)
-
-    def submit(self, step: StepInput) -> None:
-        raise AssertionError("steps are made by the benches")
-
-    def collect(self) -> StepOutput:
-        raise AssertionError("steps are made by the benches")
-
-    def shutdown(self) -> None:
-        pass
-
-    def sleep(self, plan: SleepPlan) -> list[MemoryReport]:
-        return self.change(plan)
-
-    def wake(self, tags: Iterable[str] | None = None) -> list[MemoryReport]:
-        return self.change(WakePlan(None if tags is None else frozenset(tags)))
 
     def _call_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
         outcomes: list[Any] = []

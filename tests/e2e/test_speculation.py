@@ -73,7 +73,7 @@ def expected(make_shallow: Make) -> list[Any]:
     "settings",
     [
         pytest.param({}, id="fused"),
-        pytest.param({"use_fused_decoder": False}, id="lean-modules"),
+        pytest.param({"use_fused_decoder": False}, id="modules"),
         pytest.param({"block_size": 8, "num_device_blocks": 20, "max_model_len": 80}, id="preempted"),
         pytest.param({"max_num_seqs": 2}, id="two-sequences"),
         pytest.param({"tensor_parallel_size": 3, "dtype": "float32"}, id="ranks"),
@@ -96,7 +96,7 @@ def test_tokens_are_those_without(settings: dict[str, Any], make_shallow: Make, 
     "settings",
     [
         pytest.param({}, id="fused"),
-        pytest.param({"use_fused_decoder": False}, id="lean-modules"),
+        pytest.param({"use_fused_decoder": False}, id="modules"),
         pytest.param(
             {
                 "block_size": 8,
@@ -266,7 +266,7 @@ def guided_expected(shallow_demo: str) -> dict[str, list[Any]]:
     "settings",
     [
         pytest.param({}, id="fused"),
-        pytest.param({"use_fused_decoder": False, "logprobs_mode": "processed_logprobs"}, id="lean-modules"),
+        pytest.param({"use_fused_decoder": False, "logprobs_mode": "processed_logprobs"}, id="modules"),
         pytest.param({"max_num_seqs": 2, "engine_process": True}, id="two-sequences"),
         pytest.param({"tensor_parallel_size": 3, "logprobs_mode": "processed_logprobs"}, id="ranks"),
     ],

@@ -37,7 +37,7 @@ def test_two_ranks_on_two_machines_share_each_layer(cluster: Any, shallow: Model
         transport = executor._transport
         assert isinstance(transport, RayTransport)
         assert len(set(transport.nodes)) == 2
-        assert (llm.info.num_ranks, llm.info.path) == (2, "lean")
+        assert (llm.info.num_ranks, llm.info.path) == (2, "modules")
         _check_tokens(llm, oracle, greedy(TOKENS))
 
         report = llm.sleep(tier="disk")

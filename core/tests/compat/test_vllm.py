@@ -26,7 +26,7 @@ from hardpoint.compat.vllm import (
     SamplingParams,
 )
 from hardpoint.compat.vllm.arguments import engine_settings
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest
+from hardpoint.interfaces.errors import ConfigError, InvalidRequest, SleepRefused
 from hardpoint_conformance.tiny_model import Shape, tiny_model
 
 SETTINGS = {"backend": "cpu", "dtype": "float32", "num_device_blocks": 16, "skip_tokenizer_init": True}
@@ -149,8 +149,10 @@ def test_collective_rpc_calls_what_is_on_its_list_alone(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="no time limit"):
         llm.collective_rpc("reset_prefix_cache", timeout=3)
     with pytest.raises(
-        InvalidRequest, match=r"'sleep' with these arguments: got an unexpected keyword argument 'depth'"
+        InvalidRequest, match=r"'wake_up' with these arguments: got an unexpected keyword argument 'depth'"
     ):
+        llm.collective_rpc("wake_up", kwargs={"depth": 1})
+    with pytest.raises(SleepRefused, match="'depth' is not an argument of sleep"):
         llm.collective_rpc("sleep", kwargs={"depth": 1})
     with pytest.raises(InvalidRequest, match=r"'wake_up' with these arguments"):
         llm.collective_rpc("wake_up", args=None)  # type: ignore[arg-type]
@@ -169,7 +171,7 @@ def test_a_beam_search_takes_their_options(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     (expected,) = llm.beam_search([PROMPT], params)
     assert llm.beam_search([PROMPT], params, None, False, concurrency_limit=1) == [expected]
-    with pytest.raises(InvalidRequest, match="lora_request is not supported"):
+    with pytest.raises(InvalidRequest, match="enable_lora"):
         llm.beam_search([PROMPT], params, lora_request=hardpoint.LoRARequest("a", 1, "a"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM
-from hardpoint.engine import front
+from hardpoint.engine import startup
 from hardpoint.models import load_tokenizer
 from hardpoint.plugins import installed
 
@@ -45,7 +45,7 @@ Make = Callable[..., LLM]
 def _making(device: str) -> Iterator[Make]:
     made: list[LLM] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(front, "load_tokenizer", _tokenizer)
+        patch.setattr(startup, "load_tokenizer", _tokenizer)
 
         def make(depth: int = 1, seconds: float = 0.0, **settings: Any) -> LLM:
             patch.setenv("HARDPOINT_SIMULATED_DEPTH", str(depth))

@@ -133,7 +133,7 @@ def test_an_id_can_be_used_again_once_its_request_has_ended(run: Callable[..., A
 def test_an_engine_that_serves_nobody_can_be_closed(run: Callable[..., Any], slow_steps: None, asleep: str) -> None:
     async def body(llm: AsyncLLM) -> None:
         if asleep == "queued":
-            await llm.sleep(level=0)
+            await llm.sleep(0)
         reading = asyncio.create_task(tokens(llm, "x", PARAMS.clone(max_tokens=2000)))
         while not (await llm.stats()).running + (await llm.stats()).waiting:
             await asyncio.sleep(0)

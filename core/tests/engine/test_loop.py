@@ -13,8 +13,8 @@ import pytest
 
 from hardpoint import LLM, LLMEngine, SamplingParams
 from hardpoint.engine.commands import CheckStep, Command, Event, Lost, Reply
-from hardpoint.engine.front import unseeded
 from hardpoint.engine.loops import FairLock, RunningLoop
+from hardpoint.engine.request_maker import unseeded
 from hardpoint.engine.sleep import EngineState
 from hardpoint.executor.interrupts import DeferredInterrupts
 from hardpoint.interfaces.errors import (
@@ -98,8 +98,8 @@ def test_requests_say_how_long_their_prompts_waited_for_a_step(make_llm: Make) -
     core = llm.engine._loop.core  # type: ignore[attr-defined]
     llm.engine.add_request("gone", "x", params)
     llm.engine.abort_request("gone")
-    assert not core._arrivals
-    assert not core._queue_seconds
+    assert not core._sequences
+    assert not core._new_sampling
 
 
 def test_the_device_does_not_wait_for_the_host(make_llm: Make) -> None:

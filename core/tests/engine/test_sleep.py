@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.tests.executor.helpers import RanksWithoutSteps
 from hardpoint.engine.commands import RegisterParticipant
 from hardpoint.engine.sleep import EngineState, LifeCycle, SleepMode, SleepRequest
 from hardpoint.engine.sleep.report import over_ranks
-from hardpoint.executor import Executor
 from hardpoint.interfaces import (
     BUFFERS,
     DEFAULT,
@@ -25,8 +25,6 @@ from hardpoint.interfaces import (
     Policy,
     SleepPlan,
     SleepTier,
-    StepInput,
-    StepOutput,
     TagStats,
 )
 from hardpoint.interfaces.allocator import MemoryChange
@@ -132,7 +130,7 @@ class Rank:
         )
 
 
-class Ranks(Executor):
+class Ranks(RanksWithoutSteps):
     """Calls of all ranks; `fail[name]` is raised instead of making the call of that name, `fail[name, rank]` by one rank."""
 
     def __init__(self, count: int = 1) -> None:
@@ -140,15 +138,6 @@ class Ranks(Executor):
         self.fail: dict[str | tuple[str, int], BaseException] = {}
         self.plans: list[SleepPlan] = []
         self.calls: list[str] = []
-
-    def submit(self, step: StepInput) -> None:
-        raise AssertionError("nothing is computed here")
-
-    def collect(self) -> StepOutput:
-        raise AssertionError("nothing is computed here")
-
-    def shutdown(self) -> None:
-        pass
 
     @property
     def asleep(self) -> set[str]:

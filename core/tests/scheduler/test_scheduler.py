@@ -329,14 +329,6 @@ def test_stop_tokens_end_with_stop(stop: list[int]) -> None:
     assert s.output_token_ids(handle).tolist() == [8, 9]
 
 
-def test_end_of_text_can_be_ignored() -> None:
-    s = scheduler()
-    ends = s.add_request([1], max_tokens=3, eos_token_ids=[2, 3])
-    goes_on = s.add_request([1], max_tokens=3, eos_token_ids=[2, 3], ignore_eos=True)
-    finished = finish_all(s, 3)
-    assert finished == {ends: FinishReason.STOP, goes_on: FinishReason.LENGTH}
-
-
 def test_min_tokens_come_before_a_stop() -> None:
     s = scheduler()
     handle = s.add_request([1], max_tokens=9, min_tokens=3, stop_token_ids=[5])

@@ -59,6 +59,11 @@ Held = tuple[tuple[int, int], int]
 """KV cache group and id of a history, and the generation of the cache that it was written in."""
 
 
+def max_seq_tokens(config: SchedulerConfig) -> int:
+    """Return the most tokens that one sequence can reach."""
+    return min(config.max_model_len, config.pool_tokens)
+
+
 class SimulatedWorker:
     """Keys and values as ids of token histories: equal ids mean equal salt and tokens up to that position."""
 
@@ -307,7 +312,7 @@ class Driver:
                 assert all(seq_id not in step.arrays["seq_ids"] for step in self.in_flight)
                 assert int(batch.context_lens[r]) == len(sequence.history) + len(drafts)
                 assert len(sequence.output) + 1 + len(drafts) <= sequence.max_tokens
-                assert int(batch.context_lens[r]) < config.max_seq_tokens
+                assert int(batch.context_lens[r]) < max_seq_tokens(config)
                 assert len(drafts) <= config.num_speculative_tokens
                 self.num_drafted += 1
                 expected_samples += [(r, seq_id)] * (1 + len(drafts))
@@ -315,7 +320,7 @@ class Driver:
             if int(batch.context_lens[r]) < len(sequence.device_history) or sequence.pooling:
                 continue
             assert len(sequence.sampled) < sequence.max_tokens, "a token is planned that is known to be one too many"
-            assert len(sequence.device_history) < config.max_seq_tokens
+            assert len(sequence.device_history) < max_seq_tokens(config)
             n = self.groups[seq_id] if seq_id in self.groups and seq_id not in self.sampled_groups else 1
             self.sampled_groups.add(seq_id)
             expected_samples += [(r, seq_id + i) for i in range(n) if self.sequences[seq_id + i].reason is None]
@@ -360,7 +365,7 @@ class Driver:
             sequence.output.append(token)
             if token in sequence.stop_ids and len(sequence.output) >= sequence.min_tokens:
                 sequence.reason = FinishReason.STOP
-            elif len(sequence.output) >= sequence.max_tokens or len(sequence.history) >= self.config.max_seq_tokens:
+            elif len(sequence.output) >= sequence.max_tokens or len(sequence.history) >= max_seq_tokens(self.config):
                 sequence.reason = FinishReason.LENGTH
             if sequence.reason is not None:
                 expected[seq_id] = sequence.reason
@@ -523,15 +528,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver
         config = self.driver.config
         options["n"] = min(options["n"], config.max_num_seqs)
-        limit = config.beam_tokens(options["n"]) if options["beams"] else config.max_seq_tokens
+        limit = config.beam_tokens(options["n"]) if options["beams"] else max_seq_tokens(config)
         if limit < 2:
-            options["beams"], limit = False, config.max_seq_tokens
+            options["beams"], limit = False, max_seq_tokens(config)
         self.driver.add(prompt[: limit - 1], **options)
 
     @rule(prompt=PROMPTS)
     def add_pooling(self, prompt: list[int]) -> None:
         assert self.driver
-        self.driver.add(prompt[: self.driver.config.max_seq_tokens], pooling=True)
+        self.driver.add(prompt[: max_seq_tokens(self.driver.config)], pooling=True)
 
     @rule(times=st.integers(1, 15))
     def step(self, times: int) -> None:
@@ -873,7 +878,7 @@ def test_equal_calls_give_equal_steps(seed: int, config: SchedulerConfig) -> Non
         driver = Driver(config)
         actions: list[Callable[[], Any]] = [
             lambda: driver.add(
-                [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, config.max_seq_tokens))],
+                [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, max_seq_tokens(config)))],
                 n=rng.randrange(1, min(3, config.max_num_seqs) + 1),
                 max_tokens=rng.randrange(1, 12),
                 priority=rng.randrange(3),

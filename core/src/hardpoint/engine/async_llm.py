@@ -39,9 +39,8 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.data_parallel import process_loop
+from hardpoint.engine.data_parallel import engine_processes
 from hardpoint.engine.detokenizer import Detokenizer
-from hardpoint.engine.front import pause_command, profile_command, start_engine
 from hardpoint.engine.info import EngineInfo, EngineStats
 from hardpoint.engine.inputs import Message, Prompt, Timeout, TokenizedPrompt, as_conversations, check_params
 from hardpoint.engine.loops import Deliver, RunningLoop, ThreadLoop
@@ -54,6 +53,7 @@ from hardpoint.engine.outputs import (
 from hardpoint.engine.pooling import PoolingModel, for_use
 from hardpoint.engine.process_loop import ProcessLoop
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
+from hardpoint.engine.request_maker import pause_command, profile_command
 from hardpoint.engine.sleep import (
     EngineState,
     SleepParticipant,
@@ -63,6 +63,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
+from hardpoint.engine.startup import start_engine
 from hardpoint.interfaces.errors import EngineAsleep, EngineDead, InboxFull, RequestTimeout, WeightsMissing
 from hardpoint.sampling import BeamSearchParams, PoolingParams, PoolingUse, SamplingParams
 
@@ -90,7 +91,7 @@ class OutputStream(Generic[AnyOutput]):
         self._make: Callable[[], Output] | None = None
         self._error: Exception | None = None
         self._is_done = False
-        # Not an Event, whose every wait asks the system for its process id, to find the loop.
+        # Not an asyncio.Event: each of its waits looks up the event loop, which asks the system for the process id.
         self._reader: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Self:
@@ -155,7 +156,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._closed = False
         config = EngineConfig.from_arguments(model, settings)
-        kind: Callable[[EngineConfig, Deliver], RunningLoop] = process_loop if config.other_engines else ThreadLoop
+        kind: Callable[[EngineConfig, Deliver], RunningLoop] = engine_processes if config.other_engines else ThreadLoop
         self._loop, self._maker = start_engine(config, lambda one: kind(one, self._deliver))
         self.info: EngineInfo = self._loop.info
 
@@ -311,9 +312,9 @@ class AsyncLLM:
         """What the model gives for prompts that are pooled."""
         return self._maker.pooling_model
 
-    async def sleep(self, **arguments: Any) -> SleepReport:
+    async def sleep(self, level: int = 1, mode: str = "abort", **arguments: Any) -> SleepReport:
         """Put the engine to sleep; arguments and errors as for `LLM.sleep`."""
-        report: SleepReport = await self._call(Sleep(SleepRequest.parse(arguments)))
+        report: SleepReport = await self._call(Sleep(SleepRequest.parse({"level": level, "mode": mode, **arguments})))
         return report
 
     async def wake_up(self, tags: str | Iterable[str] | None = None) -> WakeReport:
@@ -491,13 +492,13 @@ class AsyncLLM:
             try:
                 queued = self._submit(command)
             except (InboxFull, EngineDead):
-                # The engine knows nothing of it: an abort would only take room in the inbox.
+                # The engine knows nothing of the request: an abort would only take room in the inbox.
                 self._requests.remove(request.request_id)
                 raise
             await asyncio.wrap_future(queued)
             yield
         finally:
-            # Another one may have its id by now.
+            # Another request may have this one's id by now.
             if self._requests.discard(request):
                 self._tell(Abort((request.key,)))
 
@@ -506,7 +507,7 @@ class AsyncLLM:
         try:
             return await asyncio.wrap_future(reply)
         except asyncio.CancelledError:
-            # One that the engine had not begun was cancelled with its task, and is done.
+            # A command that the engine had not begun was cancelled with this task, so that its future is done.
             if not reply.done():
                 self._loop.give_up(command)
             raise

@@ -73,7 +73,7 @@ class Search:
                 score, cumulative, len(self._steps), parent, int(token_ids[parent, place]), entries[parent]
             )
             self._completed.append(ended)
-        # The earlier one of equals is the better one.
+        # A stable sort: of beams with equal scores the earlier one is the better one.
         self._completed.sort(key=lambda one: -one.score)
         del self._completed[width:]
         totals[ends] = -np.inf

@@ -308,7 +308,7 @@ class EngineConfig(SchedulerSettings):
             "swap_space": _gib(self.swap_space),
             "quantization": Quantization(self.quantization),
             "world_size": self.num_ranks,
-            # Stages have layers of their own, whose groups need not be alike.
+            # Each pipeline stage has layers of its own, whose KV cache groups need not be alike.
             "kv_cache_groups": self.pipeline_parallel_size == 1 and not self.disable_hybrid_kv_cache_manager,
             "prepare_sleep": prepare_sleep,
             "max_loras": self.max_loras if self.enable_lora else 0,

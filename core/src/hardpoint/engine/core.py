@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,11 +52,11 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
+from hardpoint.engine.embedding_sources import EmbeddingSources
 from hardpoint.engine.info import EngineInfo, EngineStats, StepTotals
 from hardpoint.engine.inputs import check_checkpoint, weight_pairs
 from hardpoint.engine.kv_size import kv_cache_size
 from hardpoint.engine.notices import warn_once
-from hardpoint.engine.prompt_embeddings import PromptEmbeddings, StepEmbeddings
 from hardpoint.engine.sleep import (
     EngineState,
     LifeCycle,
@@ -105,14 +105,6 @@ _log = logging.getLogger("hardpoint")
 
 
 @dataclass(slots=True)
-class _Request:
-    """A request in the loop: its first sequence, and those of its sequences that have not ended."""
-
-    handle: int
-    alive: set[int]
-
-
-@dataclass(slots=True)
 class _Scoring:
     """A prompt whose log probabilities are wanted.
 
@@ -134,19 +126,61 @@ class _Scoring:
         return PromptScoring(first - 1 - start, self.token_ids[first:end], self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step that was submitted.
+@dataclass(slots=True)
+class _Request:
+    """A request in the loop.
 
     Attributes:
-        first: sequences that it samples for the first time.
-        scored: sequences whose prompts' log probabilities it was asked for.
+        handle: its first sequence.
+        alive: those of its sequences that have not ended.
+        adapter: number and name of the adapter that it goes through.
+        arrival: when it came, in seconds of `time.perf_counter`.
+        begun: when the first step of its prompt was planned.
     """
 
-    batch: StepBatch
-    first: tuple[int, ...]
-    scored: tuple[int, ...]
+    key: int
+    handle: int
+    alive: set[int]
+    adapter: tuple[int, str] | None = None
+    pooling: SequencePooling | None = None
+    scoring: _Scoring | None = None
+    search: Search | None = None
+    arrival: float = field(default_factory=time.perf_counter)
+    begun: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Its steps ask for tokens alone."""
+        return self.adapter is None and self.pooling is None and self.scoring is None and self.search is None
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was submitted, and when it was planned."""
+
+    step: StepInput
     start: float
+
+
+class _Computing:
+    """Where steps are submitted and booked. What leaves it, an interrupt or a defect, comes where it is not known how far they are.
+
+    A class of its own, and not a generator, because each step enters it.
+    """
+
+    def __init__(self, abandon_steps: Callable[[BaseException], None]) -> None:
+        self._abandon_steps = abandon_steps
+        self.is_entered = False
+
+    def __enter__(self) -> None:
+        self.is_entered = True
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is not None:
+                self._abandon_steps(error)
+        finally:
+            self.is_entered = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +215,7 @@ class EngineCore:
         check_sleep(config, resolved, memory, settings)
         self._worker_config = worker_config = config.worker_config(prepared_sleep(config, resolved, settings))
         if config.num_ranks > 1:
-            # It brings torch, which an engine whose ranks are in other processes does without.
+            # Imported here: worker.ranks imports torch, which an engine with one rank in another process does without.
             from hardpoint.worker.ranks import check_claims
 
             check_claims(worker_config, resolved.descriptor, resolved.device)
@@ -198,18 +232,17 @@ class EngineCore:
         self.totals = StepTotals(sleep=self.lifecycle.totals)
         self._tier_totals = TierReport()
         self._requests: dict[int, _Request] = {}
-        self._keys: dict[int, int] = {}
-        self._queued: set[int] = set()
+        """By key."""
+        self._sequences: dict[int, _Request] = {}
+        """Requests by each sequence that has not ended."""
+        self._special: dict[int, _Request] = {}
+        """The part of `_sequences` whose requests are not plain; while there are none, a step looks at none of its rows."""
         self._new_sampling: dict[int, SequenceSampling] = {}
-        # Of sequences that no step has computed a token of, when they came; of those that wait for their first sample, for how long.
-        self._arrivals: dict[int, float] = {}
-        self._queue_seconds: dict[int, float] = {}
-        self._pooling: dict[int, SequencePooling] = {}
-        self._scoring: dict[int, _Scoring] = {}
-        self._searches: dict[int, Search] = {}
-        self._search_of: dict[int, int] = {}
+        """By sequence, until a step samples it for the first time."""
+        self._queued: set[int] = set()
+        """Keys of requests that came while the engine was asleep."""
         model = self.model
-        self._prompt_embeddings = PromptEmbeddings(
+        self._embedding_sources = EmbeddingSources(
             model.vocab_size, model.hidden_size * model.dtype.itemsize, config.encoder_cache_bytes
         )
         held = max(config.max_loras, config.max_cpu_loras or 0)
@@ -220,16 +253,17 @@ class EngineCore:
             self._unload_adapter,
             self._adapter_bytes,
         )
-        # Of sequences, their adapters' numbers and names; and requests that wait for room among the adapters of a step.
-        self._adapter_of: dict[int, tuple[int, str]] = {}
         self._waiting: deque[Generate] = deque()
-        # Those that came while a sleep waits for the ones before them.
+        """Requests that wait for room among the adapters of a step."""
         self._held: deque[Generate | Embed] = deque()
+        """Requests that came while a sleep waits for the ones before them."""
         self._forgotten: list[int] = []
+        """Sequences that ended, until a step tells the worker."""
         self._in_flight: deque[_InFlight] = deque()
         self._last_booking = 0.0
         self._drain: _Drain | None = None
-        self._is_dead = self._is_shut_down = self._is_computing = False
+        self._is_dead = self._is_shut_down = False
+        self._computing = _Computing(self._abandon_steps)
         self._under_way = 0
         """Commands and steps under way: a caller's function, such as a logits processor, may call the engine in their midst."""
         self._events: list[Event] = []
@@ -268,7 +302,7 @@ class EngineCore:
         self._adapter_bytes = sum(one.adapter_bytes for one in models)
         overridden: dict[str, Any] = {}
         if model.state_bytes:
-            # What a state follows from is lost with it: such sequences are computed from their first token.
+            # A state that is lost can only be computed again from the sequence's first token, so that no cached prefix is of use.
             overridden["enable_prefix_caching"] = False
             _log.info("%s keeps recurrent states: prefixes are not cached, and nothing is swapped", model.architecture)
         self._block_bytes = size.block_bytes
@@ -355,7 +389,7 @@ class EngineCore:
             raise
         finally:
             self._leave()
-        # A function of the caller's may have shut the engine down meanwhile.
+        # A function that the command called (a participant, an iterator of weights) may have shut the engine down.
         self._check_not_shut_down()
         return reply
 
@@ -381,7 +415,7 @@ class EngineCore:
 
     def _check_not_computing(self) -> None:
         """Raise MemoryBusy in the midst of a step: a function of a request's calls, and the workers have not returned."""
-        if self._is_computing:
+        if self._computing.is_entered:
             raise MemoryBusy(
                 "the engine cannot be changed from within a step",
                 found="a step calls a function of one of its requests",
@@ -393,7 +427,7 @@ class EngineCore:
         if self._drain is None:
             self._begin(command)
             return
-        # Steps go on until those in progress have ended: served with them, these would hold the sleep up, without end where more come.
+        # A sleep waits for the requests in progress. Those that come now are held: served too, they would put it off without end.
         if adapter := _adapter_of(command):
             self._adapters.has_room(adapter)
             self._adapters.wait(adapter)
@@ -407,7 +441,7 @@ class EngineCore:
         if not name:
             self._add(command, None)
         elif self._waiting or not self._adapters.has_room(name):
-            # In the order in which they came, so that none waits for ever.
+            # Requests with adapters begin in the order in which they came, so that none waits for ever.
             self._adapters.has_room(name)
             self._adapters.wait(name)
             self._waiting.append(command)
@@ -459,7 +493,7 @@ class EngineCore:
 
     def _add(self, command: Generate, adapter: tuple[int, str] | None) -> None:
         scored_from = None if command.prompt_logprobs is None else command.prompt_logprobs_start
-        contents = self._prompt_embeddings.contents(command.embedded) if command.embedded else ()
+        contents = self._embedding_sources.contents(command.embedded) if command.embedded else ()
         handle = self.scheduler.add_request(
             command.prompt_token_ids,
             n=len(command.sampling),
@@ -470,7 +504,7 @@ class EngineCore:
             arrival=self._arrival(command.prompt_token_ids),
             salt=command.salt if adapter is None else salted(adapter[0], command.salt),
             max_cached_tokens=None if scored_from is None else max(scored_from - 1, 0),
-            # A function or a grammar is given the tokens before, so that they have to be here.
+            # A function or a grammar needs all tokens before the one it masks, so that none of them may still be in flight.
             plan_ahead=not any(
                 one.logits_processors or one.bad_words or one.grammar is not None for one in command.sampling
             ),
@@ -480,39 +514,32 @@ class EngineCore:
         )
         if contents:
             seq_ids = range(handle, handle + len(command.sampling))
-            self._prompt_embeddings.add(
+            self._embedding_sources.add(
                 seq_ids, command.prompt_token_ids, command.embedded, contents, command.positions
             )
-        if command.beams is not None:
-            self._begin_search(command, command.beams, handle)
-        if adapter is not None:
-            self._adapter_of.update(dict.fromkeys(range(handle, handle + len(command.sampling)), adapter))
-        self._arrivals[handle] = time.perf_counter()
         for seq_id, sampling in enumerate(command.sampling, start=handle):
             self._new_sampling[seq_id] = replace(sampling, seq_id=seq_id, prompt_token_ids=command.prompt_token_ids)
-        if command.prompt_logprobs is not None and len(command.prompt_token_ids) > max(
-            command.prompt_logprobs_start, 1
-        ):
-            token_ids = np.asarray(command.prompt_token_ids, np.int64)
-            self._scoring[handle] = _Scoring(
-                token_ids, command.prompt_logprobs, next=max(command.prompt_logprobs_start, 1)
-            )
-        self._note_added(command.key, handle, len(command.sampling))
+        request = _Request(command.key, handle, set(range(handle, handle + len(command.sampling))), adapter)
+        if command.beams is not None:
+            request.search = self._search(command, command.beams)
+        if command.prompt_logprobs is not None:
+            first = max(command.prompt_logprobs_start, 1)
+            if len(command.prompt_token_ids) > first:
+                token_ids = np.asarray(command.prompt_token_ids, np.int64)
+                request.scoring = _Scoring(token_ids, command.prompt_logprobs, first)
+        self._note_added(request)
 
-    def _begin_search(self, command: Generate, asked: BeamSearch, handle: int) -> None:
+    def _search(self, command: Generate, asked: BeamSearch) -> Search:
         prompt_len = len(command.prompt_token_ids)
         room = self.scheduler.config.beam_tokens(asked.width) - prompt_len
         max_tokens = room if command.max_tokens is None else min(room, command.max_tokens)
-        self._searches[handle] = Search(asked, prompt_len, max_tokens)
-        self._search_of.update(dict.fromkeys(range(handle, handle + asked.width), handle))
+        return Search(asked, prompt_len, max_tokens)
 
     def _add_pooling(self, command: Embed) -> None:
         tokens = command.prompt_token_ids
         handle = self.scheduler.add_request(tokens, arrival=self._arrival(tokens), pooling=True, max_cached_tokens=0)
-        self._pooling[handle] = SequencePooling(
-            command.pooling, len(command.prompt_token_ids), command.task, command.second_text
-        )
-        self._note_added(command.key, handle, 1)
+        pooling = SequencePooling(command.pooling, len(tokens), command.task, command.second_text)
+        self._note_added(_Request(command.key, handle, {handle}, pooling=pooling))
 
     def _arrival(self, prompt: Sequence[int]) -> int | None:
         return self.scheduler.config.arrival(len(prompt), time.monotonic())
@@ -523,12 +550,14 @@ class EngineCore:
             self._queued = {key for key in self._queued if key in self._requests or key in waiting}
         self.lifecycle.check_admission(len(self._queued) + len(self._held), self.config.queue_while_asleep)
 
-    def _note_added(self, key: int, handle: int, count: int) -> None:
-        alive = range(handle, handle + count)
-        self._requests[key] = _Request(handle, set(alive))
-        self._keys.update(dict.fromkeys(alive, key))
-        self._note_queued(key)
-        self._events.append(Added(key, handle))
+    def _note_added(self, request: _Request) -> None:
+        self._requests[request.key] = request
+        by_sequence = dict.fromkeys(request.alive, request)
+        self._sequences.update(by_sequence)
+        if not request.is_plain:
+            self._special.update(by_sequence)
+        self._note_queued(request.key)
+        self._events.append(Added(request.key, request.handle))
 
     def _note_queued(self, key: int) -> None:
         if self.lifecycle.state is not EngineState.RUNNING:
@@ -552,7 +581,7 @@ class EngineCore:
 
     def _finish(self, command: Finish) -> None:
         for seq_id in command.seq_ids:
-            if seq_id in self._keys:
+            if seq_id in self._sequences:
                 self.scheduler.finish(seq_id)
                 self._forget([seq_id])
 
@@ -560,30 +589,22 @@ class EngineCore:
         """Drop what is kept of sequences that ended; the worker is told with the next step."""
         for seq_id in seq_ids:
             self._new_sampling.pop(seq_id, None)
-            self._arrivals.pop(seq_id, None)
-            self._queue_seconds.pop(seq_id, None)
-            self._pooling.pop(seq_id, None)
-            self._scoring.pop(seq_id, None)
-            self._searches.pop(seq_id, None)
-            self._search_of.pop(seq_id, None)
-            self._prompt_embeddings.remove(seq_id)
-            key = self._keys.pop(seq_id)
-            request = self._requests[key]
+            self._special.pop(seq_id, None)
+            self._embedding_sources.remove(seq_id)
+            request = self._sequences.pop(seq_id)
             request.alive.discard(seq_id)
-            adapter = self._adapter_of.pop(seq_id, None)
             if not request.alive:
-                del self._requests[key]
-                if adapter is not None:
-                    self._adapters.end(adapter[1])
+                del self._requests[request.key]
+                if request.adapter is not None:
+                    self._adapters.end(request.adapter[1])
         self._forgotten.extend(seq_ids)
         self.scheduler.release(seq_ids)
 
-    def _end_search(self, handle: int, reason: FinishReason, error: str | None = None) -> list[Ended]:
+    def _end_search(self, request: _Request, reason: FinishReason, error: str | None = None) -> Ended:
         """End all sequences of a search; its first one stands for all."""
-        self.scheduler.abort([handle])
-        alive = sorted(self._requests[self._keys[handle]].alive)
-        self._forget(alive)
-        return [Ended(handle, reason, np.empty(0, np.int32), error)]
+        self.scheduler.abort([request.handle])
+        self._forget(sorted(request.alive))
+        return Ended(request.handle, reason, np.empty(0, np.int32), error)
 
     def _ended(self, seq_id: int, reason: FinishReason, error: str | None = None) -> Ended:
         ended = Ended(seq_id, reason, self.scheduler.output_token_ids(seq_id), error)
@@ -603,7 +624,7 @@ class EngineCore:
 
     def _update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         def still_wanted(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
-            # Who makes the pairs may have shut the engine down.
+            # The iterator that makes the pairs may have shut the engine down.
             self._check_not_shut_down()
             return pair
 
@@ -629,7 +650,7 @@ class EngineCore:
         """
         self.lifecycle.check_not_writing("the engine cannot be changed")
         self._book_all()
-        self._prompt_embeddings.forget_held()
+        self._embedding_sources.forget_held()
         try:
             yield
         except RankFailed as error:
@@ -745,7 +766,7 @@ class EngineCore:
         except Exception as error:
             drain.reply.set_exception(error)
         finally:
-            # The error leads to this frame: if the frame led back to it, what its frames hold would stay until a collection.
+            # The error's traceback has this frame: if the frame kept the error, what its frames hold would stay until a collection.
             del drain
             self._begin_held()
         return True
@@ -803,29 +824,20 @@ class EngineCore:
         self._check_not_computing()
         self._under_way += 1
         try:
-            self._advance()
+            if self._check_drain():
+                return
+            self.lifecycle.check_step()
+            self._add_waiting()
+            with self._computing:
+                while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
+                    pass
+                if self._in_flight:
+                    self._book()
+            if not self.scheduler.has_unfinished():
+                self._book_all()
+            self._check_drain()
         finally:
             self._leave()
-
-    def _advance(self) -> None:
-        if self._check_drain():
-            return
-        self.lifecycle.check_step()
-        self._add_waiting()
-        self._is_computing = True
-        try:
-            while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
-                pass
-            if self._in_flight:
-                self._book()
-        except BaseException as error:
-            self._abandon_steps(error)
-            raise
-        finally:
-            self._is_computing = False
-        if not self.scheduler.has_unfinished():
-            self._book_all()
-        self._check_drain()
 
     def _check_step(self) -> bool:
         self.lifecycle.check_step()
@@ -838,52 +850,65 @@ class EngineCore:
         if batch is None:
             return False
         first: tuple[SequenceSampling, ...] = ()
-        new, pooling = self._new_sampling, self._pooling
-        if self._arrivals:
-            for seq_id in self._arrivals.keys() & batch.seq_ids.tolist():
-                self._queue_seconds[seq_id] = start - self._arrivals.pop(seq_id)
+        new = self._new_sampling
         if new:
+            for seq_id in new.keys() & batch.seq_ids.tolist():
+                request = self._sequences[seq_id]
+                request.begun = request.begun or start
             rows = zip(batch.sample_seq_ids.tolist(), batch.sample_state_rows.tolist(), strict=True)
             first = tuple(replace(new.pop(seq_id), state_row=row) for seq_id, row in rows if seq_id in new)
-        pooled = {s: pooling[s] for s in batch.seq_ids.tolist() if s in pooling} if pooling else {}
-        scored = self._scored(batch) if self._scoring else {}
         forgotten, self._forgotten = tuple(self._forgotten), []
-        given = self._prompt_embeddings.of_step(batch)
+        given = self._embedding_sources.of_step(batch)
         try:
-            step = _step_input(batch, first, forgotten, pooled, scored, given)
-            if self._adapter_of:
-                adapted = {seq: self._adapter_of[seq][0] for seq in batch.seq_ids.tolist() if seq in self._adapter_of}
-                step = replace(step, adapters=adapted)
+            step = StepInput(batch, first, forgotten)
+            if self._special:
+                step = self._with_special(step)
+            if given is not None:
+                step = replace(
+                    step,
+                    embedded=tuple(given.embedded),
+                    new_sources=given.new_sources,
+                    dropped_sources=given.dropped_sources,
+                    positions=given.positions,
+                )
             self.executor.submit(step)
         except Exception as error:
-            self._prompt_embeddings.forget_held(given)
-            # The worker may not have come to forget them; to forget twice does no harm.
+            self._embedding_sources.forget_held(given)
+            # The worker may not have forgotten these sequences before it failed; to tell it twice does no harm.
             self._forgotten[:0] = forgotten
             while self._in_flight:
                 self._book()
             self._lose_oldest(error)
             return False
-        self._in_flight.append(_InFlight(batch, tuple(one.seq_id for one in first), tuple(scored), start))
+        self._in_flight.append(_InFlight(step, start))
         return True
 
-    def _scored(self, batch: StepBatch) -> dict[int, PromptScoring]:
-        """Return what a step is asked for of prompts' log probabilities."""
-        found = {}
+    def _with_special(self, step: StepInput) -> StepInput:
+        """Return a step with what requests that are not plain ask of it."""
+        batch = step.batch
+        adapters: dict[int, int] = {}
+        pooling: dict[int, SequencePooling] = {}
+        scoring: dict[int, PromptScoring] = {}
         for row, seq_id in enumerate(batch.seq_ids.tolist()):
-            wanted = self._scoring.get(seq_id)
-            if wanted is None:
+            request = self._special.get(seq_id)
+            if request is None:
                 continue
-            length = int(batch.query_start[row + 1] - batch.query_start[row])
-            asked = wanted.of_step(int(batch.context_lens[row]), length)
-            if asked is not None:
-                found[seq_id] = asked
-        return found
+            if request.adapter is not None:
+                adapters[seq_id] = request.adapter[0]
+            if request.pooling is not None:
+                pooling[seq_id] = request.pooling
+            if request.scoring is not None and seq_id == request.handle:
+                length = int(batch.query_start[row + 1] - batch.query_start[row])
+                asked = request.scoring.of_step(int(batch.context_lens[row]), length)
+                if asked is not None:
+                    scoring[seq_id] = asked
+        return replace(step, adapters=adapters, pooling=pooling, scoring=scoring)
 
     def _book(self) -> None:
         """Take the output of the oldest step."""
         try:
             output = self.executor.collect()
-            step = self._in_flight[0]
+            step, start = self._in_flight[0].step, self._in_flight[0].start
             seq_ids, batch = step.batch.sample_seq_ids.copy(), step.batch
             decode_tokens, preempted = _decode_tokens(batch), len(batch.preempted)
             num_tokens, prefill_tokens = batch.num_tokens, batch.num_tokens - decode_tokens
@@ -900,22 +925,26 @@ class EngineCore:
         for seq_id, wrong in errors.items():
             _log.warning("sequence %d ends with an error: %s", seq_id, wrong)
         now = time.perf_counter()
-        seconds = now - max(step.start, self._last_booking)
+        seconds = now - max(start, self._last_booking)
         self._count(seconds, prefill_tokens, len(seq_ids), preempted)
         if self._step_costs is not None and num_tokens and not prefill_tokens:
             self._step_costs.note(num_tokens, seconds)
             self.scheduler.set_step_cost(*self._step_costs.line())
         self._last_booking = now
-        scheduler, keys = self.scheduler, self._keys
-        num_cached = {seq_id: scheduler.num_cached_tokens(seq_id) for seq_id in step.first if seq_id in keys}
-        queued = {seq_id: self._queue_seconds.pop(seq_id) for seq_id in step.first if seq_id in self._queue_seconds}
-        if step.scored:
-            self._check_scores([seq_id for seq_id in step.scored if seq_id not in output.prompt_logprobs])
+        num_cached, queued = dict[int, int](), dict[int, float]()
+        for seq_id in [one.seq_id for one in step.new_sequences]:
+            if (request := self._sequences.get(seq_id)) is not None:
+                num_cached[seq_id] = self.scheduler.num_cached_tokens(seq_id)
+                if seq_id == request.handle and request.begun is not None:
+                    queued[seq_id] = request.begun - request.arrival
+        if step.scoring:
+            self._check_scores([seq_id for seq_id in step.scoring if seq_id not in output.prompt_logprobs])
         logprobs, beams, ended = output.logprobs, dict[int, list[Beam]](), list[Ended]()
-        if self._searches:
-            logprobs = {i: entry for i, entry in logprobs.items() if int(seq_ids[i]) not in self._search_of}
-            ended += self._advance_searches(seq_ids, output, finished, errors, beams)
-        ended += [self._ended(seq_id, reason, errors.get(seq_id)) for seq_id, reason in finished if seq_id in keys]
+        if self._special:
+            logprobs, ended = self._advance_searches(seq_ids, output, finished, errors, beams)
+        ended += [
+            self._ended(seq_id, reason, errors.get(seq_id)) for seq_id, reason in finished if seq_id in self._sequences
+        ]
         # A copy: the worker may make the next step's tokens in the same memory before a client reads these.
         token_ids = output.token_ids.copy()
         self._events.append(
@@ -971,35 +1000,42 @@ class EngineCore:
         finished: Sequence[tuple[int, FinishReason]],
         errors: Mapping[int, str],
         beams: dict[int, list[Beam]],
-    ) -> list[Ended]:
-        """Let the searches whose beams have all been sampled go on; returns the sequences of those that ended, and adds their `beams`."""
-        done: list[Ended] = []
+    ) -> tuple[dict[int, TokenLogprobs], list[Ended]]:
+        """Let the searches whose beams have all been sampled go on, and add the `beams` of those that ended.
+
+        Returns:
+            The output's log probabilities that are not of searches, and the sequences of the searches that ended.
+        """
+        others: dict[int, TokenLogprobs] = {}
+        sampled: dict[int, tuple[_Request, Search]] = {}
+        for index, entry in output.logprobs.items():
+            seq_id = int(seq_ids[index])
+            request = self._special.get(seq_id)
+            if request is None or request.search is None:
+                others[index] = entry
+            else:
+                request.search.pending[seq_id] = entry
+                sampled[request.handle] = request, request.search
+        ended: list[Ended] = []
         for seq_id, reason in finished:
-            if seq_id in self._search_of:
-                done += self._end_search(self._search_of[seq_id], reason, errors.get(seq_id))
-        touched: dict[int, None] = {}
-        for index, seq_id in enumerate(seq_ids.tolist()):
-            handle = self._search_of.get(seq_id)
-            if handle is not None and index in output.logprobs:
-                self._searches[handle].pending[seq_id] = output.logprobs[index]
-                touched[handle] = None
-        for handle in touched:
-            if not self.scheduler.beams_sampled(handle):
+            request = self._special.get(seq_id)
+            if request is not None and request.search is not None:
+                ended.append(self._end_search(request, reason, errors.get(seq_id)))
+        for handle, (request, search) in sampled.items():
+            if not request.alive or not self.scheduler.beams_sampled(handle):
                 continue
-            search = self._searches[handle]
-            width = search.asked.width
-            entries: list[TokenLogprobs] = [search.pending.pop(seq_id) for seq_id in range(handle, handle + width)]
+            entries = [search.pending.pop(seq_id) for seq_id in range(handle, handle + search.asked.width)]
             following = search.advance(entries)
-            if following is not None:
+            if following is None:
+                beams[handle] = search.best()
+                ended.append(self._end_search(request, FinishReason.STOP))
+            else:
                 self.scheduler.advance_beams(handle, *following)
-                continue
-            beams[handle] = search.best()
-            done += self._end_search(handle, FinishReason.STOP)
-        return done
+        return others, ended
 
     def _check_scores(self, missing: Sequence[int]) -> None:
         """End the requests whose prompts' log probabilities a worker left out."""
-        lost = tuple(self._keys[seq_id] for seq_id in missing if seq_id in self._keys)
+        lost = tuple(self._sequences[seq_id].key for seq_id in missing if seq_id in self._sequences)
         if lost:
             self._abort(Abort(lost))
             error = WorkerError(
@@ -1010,26 +1046,20 @@ class EngineCore:
             self._events.append(Lost(lost, error))
 
     def _book_all(self) -> None:
-        self._is_computing = True
-        try:
+        with self._computing:
             while self._in_flight:
                 self._book()
-        except BaseException as error:
-            self._abandon_steps(error)
-            raise
-        finally:
-            self._is_computing = False
 
     def _lose_oldest(self, error: Exception) -> None:
         """End the requests of the oldest step, which failed; with the engine, where a rank is gone."""
-        self._prompt_embeddings.forget_held()
+        self._embedding_sources.forget_held()
         lost = [seq_id for seq_id, _ in self.scheduler.fail_step()]
         if isinstance(error, EngineDead):
             self._mark_dead(error)
             return
         failure = WorkerError.of(error)
         failure.__cause__ = error
-        keys = tuple(dict.fromkeys(self._keys[seq_id] for seq_id in lost if seq_id in self._keys))
+        keys = tuple(dict.fromkeys(self._sequences[seq_id].key for seq_id in lost if seq_id in self._sequences))
         self._abort(Abort(keys))
         self._events.append(Lost(keys, failure))
 
@@ -1107,17 +1137,3 @@ def _kept(output: StepOutput, kept: Int32Array) -> StepOutput:
     logprobs = {places[sample]: entry for sample, entry in output.logprobs.items() if sample in places}
     failed = {places[sample]: reason for sample, reason in output.failed.items() if sample in places}
     return replace(output, token_ids=output.token_ids[kept], logprobs=logprobs, failed=failed)
-
-
-def _step_input(
-    batch: StepBatch,
-    first: tuple[SequenceSampling, ...],
-    forgotten: tuple[int, ...],
-    pooled: dict[int, SequencePooling],
-    scored: dict[int, PromptScoring],
-    given: StepEmbeddings | None,
-) -> StepInput:
-    if given is None:
-        return StepInput(batch, first, forgotten, pooled, scored)
-    embedded, dropped = tuple(given.embedded), given.dropped_sources
-    return StepInput(batch, first, forgotten, pooled, scored, embedded, given.new_sources, dropped, given.positions)

@@ -90,11 +90,11 @@ _ENGINE_BITS = 48
 """A sequence's number has that of its engine from this bit on."""
 _IMBALANCE = 8
 """Requests that an engine with the beginning of a prompt may have more than the least busy one."""
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 """Blocks of a prompt by which its beginning is known."""
 
 
-def process_loop(config: EngineConfig, deliver: Deliver | None = None) -> ProcessLoop | DataParallelLoop:
+def engine_processes(config: EngineConfig, deliver: Deliver | None = None) -> ProcessLoop | DataParallelLoop:
     """Return a loop over one engine in a process of its own, or over as many as the configuration asks for."""
     return DataParallelLoop(config, deliver) if config.data_parallel_size > 1 else ProcessLoop(config, deliver)
 
@@ -155,7 +155,7 @@ class DataParallelLoop(RunningLoop):
         self._engines: list[ProcessLoop] = []
         self._cluster: RaySession | None = None
         if config.executor == "ray":
-            # One cluster for all engines, also where it is started here and ends with them.
+            # All engines share one Ray cluster, also where it is started here and ends with them.
             self._cluster = RaySession.join(import_ray(), RaySettings.parse(config.ray))
         try:
             self._start(engine_configs(config, self._cluster))
@@ -173,7 +173,7 @@ class DataParallelLoop(RunningLoop):
         self.model = self._engines[0].model
 
     def _start(self, configs: Sequence[EngineConfig]) -> None:
-        # The threads of the engines' messages do not keep this loop, whose end is theirs.
+        # A weak reference: the threads of the engines' messages end with this loop, so they must not keep it alive.
         this = weakref.ref(self)
 
         def arrive(engine: int, events: list[Event]) -> None:
@@ -227,7 +227,7 @@ class DataParallelLoop(RunningLoop):
             case GiveUp(key=key):
                 return self._submit(Resume()) if self._waits(key) else self._some({})
             case Resume() if self._drain is not None and not self._drain.is_over:
-                # It reaches all engines after the pause, so what follows finds all of them running.
+                # The command reaches every engine after its pause, so that the next command finds all of them running.
                 self._drain = None
             case LoadAdapter(name=name):
                 replies = self._send(dict.fromkeys(self._loads, command))
@@ -286,7 +286,7 @@ class DataParallelLoop(RunningLoop):
         return taken
 
     def _taken(self, key: int, done: Future[Reply]) -> None:
-        # Of one that its client has cancelled, the engine has yet to be told.
+        # A request that its client cancelled is not forgotten yet: the engine has still to be told to abort it.
         if not done.cancelled() and done.exception() is not None:
             self._forget(key)
 
@@ -482,7 +482,7 @@ class DataParallelLoop(RunningLoop):
         with self._order:
             undone = self._send(undoing)
         for one in undone:
-            # Where an engine died, the others are being ended.
+            # Where the first failure is an engine's death, all the others are being ended, so that what they answer does not matter.
             if one.exception() is not None and not isinstance(first, EngineDead):
                 raise RanksDiverged.of("take a sleep back", failures) from one.exception()
         raise first
@@ -607,7 +607,7 @@ def _beginnings(command: Generate | Embed, block_size: int) -> list[bytes]:
     """Return names of the beginnings of a prompt, each a block of tokens longer than the one before; equal ones have equal names."""
     if isinstance(command, Generate) and command.embedded:
         return []  # its tokens do not say what they stand for
-    tokens = np.asarray(command.prompt_token_ids[: _MOST_BLOCKS * block_size], np.int32)
+    tokens = np.asarray(command.prompt_token_ids[: _MAX_BLOCKS * block_size], np.int32)
     hashed = blake2b(command.salt.encode() if isinstance(command, Generate) else b"", digest_size=12)
     names = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -693,7 +693,7 @@ def _first(outcomes: list[Any]) -> Any:
 
 
 def _any(outcomes: list[Any]) -> bool:
-    # One may have paused already while another still serves what a sleep waits for.
+    # One engine may have paused already (and refuse) while another still serves the requests that a sleep waits for.
     if True in outcomes:
         return True
     _checked(outcomes)
@@ -709,7 +709,7 @@ def _status(outcomes: list[Any]) -> SleepStatus:
     _checked(outcomes)
     status = status_over_engines(outcomes)
     if status.state is EngineState.SLEEPING and any(one.state is EngineState.DRAINING for one in outcomes):
-        # Those that have paused wait for the others.
+        # Engines that have paused wait for the others.
         return replace(status, state=EngineState.DRAINING, level=None)
     return status
 

@@ -16,7 +16,7 @@ _REPLACEMENT = "\ufffd"
 
 _CONTEXT = 6
 """Tokens before a token that decide how it is written (a leading space, joined bytes); tokenizers look back one or two."""
-_MOST_CONTEXT = 4 * _CONTEXT
+_MAX_CONTEXT = 4 * _CONTEXT
 """The same, where fewer begin within a character's bytes."""
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -90,14 +90,14 @@ class Detokenizer:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
         context, text = self.context(context, skip_special_tokens=skip_special_tokens)
-        # The library's decoder takes such a text for one that is not whole yet, and would give it again.
+        # The library's decoder takes a text that ends with a replacement character for an incomplete one, and would give it again.
         if self._backend is None or text.endswith(_REPLACEMENT):
             return _OffsetDecoder(decode, context, len(context)).step
         return _StreamDecoder(self._backend, skip_special_tokens, decode, context).step
 
     def context(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> tuple[Sequence[int], str]:
         """Return the last of some tokens, and their text: enough to begin with a whole character, as far as there are."""
-        for count in (_CONTEXT, 2 * _CONTEXT, _MOST_CONTEXT):
+        for count in (_CONTEXT, 2 * _CONTEXT, _MAX_CONTEXT):
             context = token_ids[-count:]
             text = self.decode(context, skip_special_tokens=skip_special_tokens) if context else ""
             if count >= len(token_ids) or _REPLACEMENT not in text:
@@ -153,7 +153,7 @@ class TextStream:
         self, detokenizer: Detokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._detokenizer = detokenizer if params.detokenize else None
-        self._prompt_end = list(prompt_token_ids[-_MOST_CONTEXT:])
+        self._prompt_end = list(prompt_token_ids[-_MAX_CONTEXT:])
         self._skip_special_tokens = params.skip_special_tokens
         self._stops = _stop_texts(params.stop_texts) if params.stop_texts else None
         self._include_stop = params.include_stop_str_in_output
@@ -161,7 +161,7 @@ class TextStream:
         self._token_ids: list[int] = []
         self._text = ""
         self._search_from = 0
-        # What comes before cannot become a stop text any more, so that nothing is looked at again.
+        # Text before this place cannot become part of a stop text any more, and is not searched again.
         self._held_from = 0
         self._ended = False
         lazy = params.output_kind is RequestOutputKind.FINAL_ONLY and not self._stops
@@ -269,7 +269,7 @@ class _OffsetDecoder:
     def __init__(self, decode: Decode, token_ids: Sequence[int], shown: int) -> None:
         self._decode = decode
         self._ids = list(token_ids)
-        self._prefix = max(0, shown - _MOST_CONTEXT)
+        self._prefix = max(0, shown - _MAX_CONTEXT)
         self._shown = shown
 
     def step(self, token_id: int) -> str:

@@ -14,7 +14,7 @@ class EngineInfo:
     """What an engine turned out to be; sizes in bytes, times in seconds.
 
     Attributes:
-        path: how the model runs: "fused" (one native call per step), "lean" (the core's torch decoder) or "transformers".
+        path: how the model runs: "fused" (one native call per step), "modules" (the core's torch decoder) or "transformers".
         weight_bytes, kv_bytes: of all ranks and engines together; so are the numbers of blocks, of all engines.
         weight_formats: how many of the weights' matrices, of all ranks and engines, are stored in which format of blocks or dtype.
         accelerator: the device has memory of its own; False where it is the host's.

@@ -134,7 +134,7 @@ class TokenizedPrompt(Validated):
                 found=f"{len(self.token_ids)} tokens, of which {count} would stay",
                 hint="Leave truncate_prompt_tokens out",
             )
-        # Of a pair whose first text is gone all is the second's, which 0 would not say.
+        # In a pair whose first text is cut off entirely, every token is the second text's: -1, since 0 means no second text.
         second = self.second_text and (self.second_text - dropped or -1)
         return replace(self, token_ids=self.token_ids[dropped:], second_text=second)
 

@@ -48,7 +48,7 @@ def kv_cache_size(
         profiles = [_share(profile, len(profiles) * config.data_parallel_size) for profile in profiles]
     num_blocks = min(_num_device_blocks(config, *rank) for rank in zip(profiles, models, strict=True))
     block_bytes = sum(one.block_bytes for one in models)
-    # What a recurrent state follows from is lost with it, so that nothing is swapped.
+    # A preempted sequence loses its recurrent state and is computed from its first token: swapped blocks would be of no use.
     swapped = block_bytes and not models[0].state_bytes
     num_host = min(int(config.swap_space * (1 << 30)) // block_bytes, num_blocks) if swapped else 0
     return KVCacheSize(block_bytes, num_blocks, num_host, *_num_tier_blocks(config, models[0], block_bytes))
@@ -61,7 +61,7 @@ def _num_device_blocks(config: EngineConfig, profile: MemoryProfile, model: Mode
     num_groups = len(model.kv_group_windows)
     needed = num_groups * -(-model.max_model_len // spec.block_size)
     if spec.block_bytes == 0:
-        # Blocks without bytes number the tokens of sequences, none of which waits for them.
+        # Blocks without bytes cost nothing: there are enough for every sequence at full length.
         return needed * config.max_num_seqs
     kv_bytes = profile.kv_bytes
     if EmbeddingKind.IMAGE in model.embedding_kinds:

@@ -186,16 +186,18 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
+        lora_request: AdapterName | Sequence[AdapterName] = None,
     ) -> list[BeamSearchOutput]:
-        """Return, for each prompt, the `beam_width` best texts that go on from it, best first; errors as for `generate`."""
+        """Return, for each prompt, the `beam_width` best texts that go on from it, best first; adapters and errors as for `generate`."""
         many = as_prompts(prompts)
         check_params(params, BeamSearchParams)
         # As vLLM has it, the end-of-text token is among the tokens here.
         params = replace(params, include_stop_str_in_output=True)
         tokenized = [self.engine.process(prompt) for prompt in many]
+        adapters = self._adapters(len(many), lora_request)
 
         def submit(index: int, request_id: str, recipient: Recipient) -> Future[None]:
-            return self.engine.submit_beam_search(request_id, tokenized[index], params, recipient)
+            return self.engine.submit_beam_search(request_id, tokenized[index], params, recipient, adapters[index])
 
         return [self._beams_of(output) for output in self._run(len(tokenized), submit, use_tqdm)]
 
@@ -301,7 +303,6 @@ class LLM:
         ]
         return [ScoringRequestOutput.from_base(one) for one in self._encode(pairs, [params] * len(pairs), use_tqdm)]
 
-    @named_arguments
     def sleep(
         self,
         level: int = 1,
@@ -313,10 +314,41 @@ class LLM:
         verify: bool = False,
         drain_timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
+        **unknown: object,
     ) -> SleepReport:
-        """Put the engine to sleep and return what that freed; arguments and errors as in `LLMEngine.sleep`."""
+        """Put the engine to sleep: its memory goes back to the device, or with level 0 only its requests pause.
+
+        What is asleep already is left as it is, except that level 2 drops weights, and kv="discard" a KV cache, that were
+        preserved. docs/sleep.md has the whole table.
+
+        Args:
+            level: 0 pauses requests; 1 preserves the weights; 2 discards them. 1 and 2 preserve the model's buffers.
+            mode: what becomes of requests in progress: "abort" ends them, with what they have, as outputs; "wait" serves
+                them to their end first; "keep" lets them continue after wake, with the same tokens.
+            tags: memory to put to sleep ("weights", "kv_cache", ...); None for all.
+            tier: where preserved bytes go, "host", "disk" or "source"; None for the engine's `sleep_tier`.
+            kv: "discard" the KV cache, or "preserve" its live blocks, with which the prefix cache stays valid. None discards it where
+                it is awake.
+            verify: compare kept backups of weights with the device's bytes instead of trusting them.
+            drain_timeout: most seconds for serving requests in the mode "wait"; None for no limit.
+            progress: called now and then with (bytes done, bytes in all).
+            unknown: refused, with the name that was meant.
+
+        Raises:
+            SleepRefused, UnknownTag, CapabilityRefused: it is not possible; nothing was done.
+            DrainTimeout: requests were still running when the time was over; the engine runs on.
+            HostBudgetExceeded, DriverError, ParticipantError, WorkerError and others: it failed, and the engine runs on as before.
+        """
         return self.engine.sleep(
-            level, mode, tags, tier, kv, verify=verify, drain_timeout=drain_timeout, progress=progress
+            level,
+            mode,
+            tags=tags,
+            tier=tier,
+            kv=kv,
+            verify=verify,
+            drain_timeout=drain_timeout,
+            progress=progress,
+            **unknown,
         )
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> WakeReport:
@@ -473,11 +505,11 @@ class LLM:
                 try:
                     taken.append(submit(index, request_id, recipient))
                 except InboxFull:
-                    # It has room once the engine has taken these.
+                    # The inbox has room once the engine has taken these requests.
                     _await_all(taken)
                     taken.append(submit(index, request_id, recipient))
             _await_all(taken)
-            # The rates that it shows are asked of the engine.
+            # Made only where it is shown: for its rates the engine is asked for its counters.
             is_shown = use_tqdm and sys.stderr.isatty()
             bar: AbstractContextManager[StepProgress | None] = StepProgress(count) if is_shown else nullcontext()
             with bar as progress:
@@ -490,7 +522,7 @@ class LLM:
     def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
         sequences = []
         for found in output.outputs:
-            # A finished search has them all.
+            # A finished search has all three.
             assert found.logprobs is not None
             assert found.cumulative_logprob is not None
             assert found.finish_reason is not None

@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -35,14 +35,14 @@ from hardpoint.engine.commands import (
     Wake,
 )
 from hardpoint.engine.config import EngineConfig
-from hardpoint.engine.data_parallel import process_loop
-from hardpoint.engine.front import RequestMaker, pause_command, profile_command, start_engine
+from hardpoint.engine.data_parallel import engine_processes
 from hardpoint.engine.info import EngineStats
 from hardpoint.engine.inputs import Message, Prompt, TokenizedPrompt
 from hardpoint.engine.loops import InlineLoop, Loop
 from hardpoint.engine.metrics import Metric, RequestMetricsBook, engine_metrics
 from hardpoint.engine.progress import StepProgress
 from hardpoint.engine.request import AnyRequest, Output, Recipient, RequestTable
+from hardpoint.engine.request_maker import RequestMaker, pause_command, profile_command
 from hardpoint.engine.sleep import (
     EngineState,
     SleepParticipant,
@@ -52,6 +52,7 @@ from hardpoint.engine.sleep import (
     Tags,
     WakeReport,
 )
+from hardpoint.engine.startup import start_engine
 from hardpoint.executor.interrupts import AllowedInterrupts, DeferredInterrupts, raise_deferred
 from hardpoint.interfaces.errors import EngineDead, InvalidRequest
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
@@ -149,13 +150,12 @@ class LLMEngine:
         prompt: Prompt | TokenizedPrompt,
         params: BeamSearchParams,
         recipient: Recipient,
-        priority: int = 0,
         lora_request: AdapterName = None,
     ) -> Future[None]:
         """Hand a beam search over; see `submit_request`."""
         self._check_alive()
         adapter = adapter_name(lora_request, self.load_adapter)
-        return self._submit(*self._maker.beam_search(request_id, prompt, params, priority, recipient, adapter))
+        return self._submit(*self._maker.beam_search(request_id, prompt, params, 0, recipient, adapter))
 
     def submit_pooling_request(
         self,
@@ -185,7 +185,7 @@ class LLMEngine:
             self.abort_request(request_id)
             raise
         finally:
-            # Its error leads to this frame: if the frame led back to it, what its frames hold would stay until a collection.
+            # The error's traceback has this frame: if the frame kept the error, what its frames hold would stay until a collection.
             del taken
         with DeferredInterrupts(), self._lock:
             self._apply(self._loop.pending())
@@ -283,7 +283,7 @@ class LLMEngine:
         with DeferredInterrupts(), self._lock:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             keys = {one: key for one in ids if (key := self._requests.remove(one)) is not None}
-            # What came of them while others drove the engine. A finished output is that of an earlier request of the name.
+            # Drop outputs that came while other threads drove the engine. A finished one is that of an earlier request with this id.
             self._undelivered[:] = [one for one in self._undelivered if one.finished or one.request_id not in keys]
             if keys and not self._dead:
                 with suppress(EngineDead):
@@ -338,54 +338,10 @@ class LLMEngine:
 
     # Sleep
 
-    def sleep(
-        self,
-        level: int = 1,
-        mode: str = "abort",
-        tags: str | Sequence[str] | None = None,
-        tier: str | None = None,
-        kv: str | None = None,
-        *,
-        verify: bool = False,
-        drain_timeout: float | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> SleepReport:
-        """Put the engine to sleep: its memory goes back to the device, or with level 0 only its requests pause.
-
-        What is asleep already is left as it is, except that level 2 drops weights, and kv="discard" a KV cache, that were
-        preserved. docs/sleep.md has the whole table.
-
-        Args:
-            level: 0 pauses requests; 1 preserves the weights; 2 discards them. 1 and 2 preserve the model's buffers.
-            mode: what becomes of requests in progress: "abort" ends them, with what they have, as outputs of `step`; "wait" serves
-                them to their end first; "keep" lets them continue after wake, with the same tokens.
-            tags: memory to put to sleep ("weights", "kv_cache", ...); None for all.
-            tier: where preserved bytes go, "host", "disk" or "source"; None for the engine's `sleep_tier`.
-            kv: "discard" the KV cache, or "preserve" its live blocks, with which the prefix cache stays valid. None discards it where
-                it is awake.
-            verify: compare kept backups of weights with the device's bytes instead of trusting them.
-            drain_timeout: most seconds for serving requests in the mode "wait"; None for no limit.
-            progress: called now and then with (bytes done, bytes in all).
-
-        Raises:
-            SleepRefused, UnknownTag, CapabilityRefused: it is not possible; nothing was done.
-            DrainTimeout: requests were still running when the time was over; the engine runs on.
-            HostBudgetExceeded, DriverError, ParticipantError, WorkerError and others: it failed, and the engine runs on as before.
-        """
+    def sleep(self, level: int = 1, mode: str = "abort", **arguments: Any) -> SleepReport:
+        """Put the engine to sleep; arguments and errors as for `LLM.sleep`, where outputs come as results of `step`."""
         self._check_alive()
-        command = SleepRequest.parse(
-            {
-                "level": level,
-                "mode": mode,
-                "tags": tags,
-                "tier": tier,
-                "kv": kv,
-                "verify": verify,
-                "drain_timeout": drain_timeout,
-                "progress": progress,
-            }
-        )
-        report: SleepReport = self._call(Sleep(command))
+        report: SleepReport = self._call(Sleep(SleepRequest.parse({"level": level, "mode": mode, **arguments})))
         return report
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> WakeReport:
@@ -478,7 +434,7 @@ class LLMEngine:
         for event in events:
             stopped += self._requests.apply(event)
         if stopped:
-            # Its answer says nothing, and a loop elsewhere may be in the middle of a step.
+            # Not called: the answer to `Finish` says nothing, and a loop in another thread or process may be in the middle of a step.
             self._loop.submit(Finish(tuple(stopped)))
 
     def _check_alive(self) -> None:
@@ -501,4 +457,4 @@ def _let_steps_end() -> None:
 
 
 def _make_loop(config: EngineConfig) -> Loop:
-    return process_loop(config) if config.other_engines else InlineLoop(config)
+    return engine_processes(config) if config.other_engines else InlineLoop(config)

@@ -124,7 +124,7 @@ def _acquire(lock: threading.RLock) -> None:
         with AllowedInterrupts():
             lock.acquire()
     except BaseException:
-        # The interrupt may have come before the lock was taken, or just after.
+        # The interrupt may have come just before the lock was taken, or just after; only then is there something to release.
         with contextlib.suppress(RuntimeError):
             lock.release()
         raise
@@ -212,7 +212,7 @@ class InlineLoop(Loop):
                     self.core.cancel_drain()
                 raise
             finally:
-                # Its error leads to this frame: if the frame led back to it, what its frames hold would stay until a collection.
+                # The error's traceback has this frame: if the frame kept the error, what its frames hold would stay until a collection.
                 del reply
 
     def _drain_on(self) -> None:
@@ -280,7 +280,7 @@ class RunningLoop(Loop):
     def events(self) -> list[Event]:
         """Wait for the next events, as long as any can come."""
         while True:
-            # Where its caller defers interrupts, events that were taken are not lost to one.
+            # A deferred interrupt is raised here, before events are taken, so that none are lost to it.
             raise_deferred()
             with contextlib.suppress(queue.Empty):
                 return self._arrived.get(timeout=_IDLE_SECONDS)
@@ -288,7 +288,7 @@ class RunningLoop(Loop):
                 if self.call(CheckStep()):
                     continue
             except HardpointError:
-                # What had come by the answer is a client's due before it.
+                # Events that came before this error are the client's first; it gets the error at the next call.
                 if events := self.pending():
                     return events
                 raise
@@ -454,7 +454,7 @@ class ThreadLoop(RunningLoop):
     def submit(self, command: Command) -> Future[Reply]:
         """Hand a command over; one of a function that the engine calls is done at once, since the loop cannot wait for itself."""
         if os.getpid() != self._pid:
-            # Without its thread, an answer would never come.
+            # A fork has no thread of the loop, so that no answer would ever come.
             raise ForkedProcess("the engine belongs to the process that started it", hint="Make an engine in this one")
         core = self._core
         is_called_back = threading.current_thread() is self._thread and core is not None and core.is_busy

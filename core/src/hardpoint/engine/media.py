@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from hardpoint.engine.commands import EmbeddedSpans
-from hardpoint.engine.prompt_embeddings import digest_of
+from hardpoint.engine.embedding_sources import digest_of
 from hardpoint.interfaces.batch import EmbeddingKind, Int64Array
 from hardpoint.interfaces.errors import InvalidRequest
 from hardpoint.models import PictureProcessor, as_picture, picture_processor, read_picture
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hardpoint.engine.config import EngineConfig
     from hardpoint.interfaces.worker import ModelInfo
 
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 """Of a picture's file; one of so many bytes has more pixels than are taken."""
 _MANY = 999
 """Pictures of a prompt where no limit is given."""
@@ -147,7 +147,7 @@ class Media:
             if parts.netloc not in ("", "localhost") or not found.is_relative_to(root) or not found.is_file():
                 raise refusal
             with found.open("rb") as file:
-                return _bounded(file.read(_MOST_BYTES + 1))
+                return _bounded(file.read(_MAX_BYTES + 1))
         except (OSError, ValueError):
             raise refusal from None
 
@@ -179,7 +179,7 @@ class Media:
     def _processor(self) -> PictureProcessor:
         if self._tokenizer is None:
             raise InvalidRequest("the engine has no tokenizer", hint="Make it with one: pictures stand in a text")
-        # A copy: the processor gives it special tokens, and its settings are not safe from other threads.
+        # A copy: the processor adds special tokens to its tokenizer and changes its settings, while other threads use the original.
         return picture_processor(self._architecture, self._folder, deepcopy(self._tokenizer))
 
     def _check_takes(self) -> None:
@@ -199,7 +199,7 @@ def _data(rest: str) -> bytes:
     try:
         if not comma:
             raise ValueError("it has no comma")
-        if len(data) > 2 * _MOST_BYTES:
+        if len(data) > 2 * _MAX_BYTES:
             raise ValueError(f"it has {len(data)} characters")
         if head.lower().rstrip().endswith(";base64"):
             return _bounded(base64.b64decode(unquote(data), validate=True))
@@ -211,6 +211,6 @@ def _data(rest: str) -> bytes:
 
 
 def _bounded(data: bytes) -> bytes:
-    if len(data) > _MOST_BYTES:
-        raise InvalidRequest("a picture's file is too large", hint=f"Give at most {_MOST_BYTES} bytes")
+    if len(data) > _MAX_BYTES:
+        raise InvalidRequest("a picture's file is too large", hint=f"Give at most {_MAX_BYTES} bytes")
     return data

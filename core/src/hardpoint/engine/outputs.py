@@ -68,7 +68,7 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
     def add(self, entries: PromptLogprobs, text_of: TextOf) -> None:
         """Take the next positions, of a prompt."""
         ids = entries.token_ids
-        # The token itself is among the best ones once more, or not.
+        # The prompt's token comes first; where it is among the best ones as well, it is there twice, and stays once.
         kept = ids != ids[:, :1]
         kept[:, 0] = True
         ranks = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
@@ -159,7 +159,7 @@ class PromptPositions:
         self._flat = FlatLogprobs() if flat else None
         if self._flat is not None:
             self._flat.add_empty(without)
-        # Guards what waits and what is made of it: several threads may read one result.
+        # Guards `_waiting` and what is made of it: several threads may read one result.
         self._lock = threading.Lock()
 
     def add(self, entries: PromptLogprobs) -> None:

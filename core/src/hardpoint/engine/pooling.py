@@ -67,7 +67,7 @@ class PoolingModel:
             return made / np.maximum(np.linalg.norm(made, axis=-1, keepdims=True), 1e-12) if plan.activates else made
         if params.step_tag_id is not None:
             pooled = pooled[np.asarray(token_ids) == params.step_tag_id]
-        # Of the labels that are returned alone, as vLLM has it.
+        # As in vLLM, the activation comes after the choice of labels, over these alone.
         if params.returned_token_ids is not None:
             pooled = pooled[:, list(params.returned_token_ids)]
         return _activated(pooled, self.defaults.activation) if plan.activates else pooled
@@ -193,5 +193,5 @@ def _activated(logits: FloatArray, activation: LabelActivation) -> FloatArray:
             weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
             return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
         case _:
-            # By its values of both signs, so that nothing overflows.
+            # The sigmoid, by tanh, which overflows for no value.
             return 0.5 * (1 + np.tanh(0.5 * logits))  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ class _Pending(Future[Any]):
 
     def __init__(self, call: int, command: Command | None, kind: Any, *, is_awaited: bool) -> None:
         super().__init__()
-        # The engine does it, whether anybody still waits for the answer or not.
+        # Not to be cancelled: the engine does the command, whether anybody still waits for the answer or not.
         self.set_running_or_notify_cancel()
         self.call, self.command, self.kind = call, command, kind
         self.callbacks: queue.SimpleQueue[Frame | None] | None = queue.SimpleQueue() if is_awaited else None
@@ -203,7 +203,7 @@ class EngineProcess:
                 check_room(pending.command, len(self._pending), self._limit)
             self._pending[pending.call] = pending
             self._outgoing.append((kind, pending.call, message))
-            # Others that wait to be sent have woken the thread, which takes all of them.
+            # If other messages wait to be sent, the thread has been woken for them already, and takes all that wait.
             if len(self._outgoing) == 1:
                 os.eventfd_write(self._wake, 1)
 
@@ -231,7 +231,7 @@ class EngineProcess:
         if os.getpid() != self._pid:
             return
         if threading.current_thread() in (self._thread, self._helper) or self._processes.is_keeper():
-            # Garbage can be collected in any thread; these cannot wait for themselves.
+            # A garbage collection may close the loop in any thread, and these threads cannot wait for themselves.
             threading.Thread(target=self.close).start()
             return
         if self._wake < 0:
@@ -273,7 +273,7 @@ class EngineProcess:
                 while self._outgoing and self._death is None:
                     kind, call, message = self._outgoing.popleft()
                     self._link.send(kind, call, message, self._wait_for_room)
-            # What it sent before it ended.
+            # Take what the engine sent before it ended.
             self._receive()
         except BaseException as error:
             self._die(EngineDead("the messages of the engine's process broke off", found=repr(error), hint=_NEW))
@@ -313,14 +313,14 @@ class EngineProcess:
     def _take_events(self, frame: Frame) -> None:
         events = decode_events(frame.payload)
         if isinstance(last := events[-1], Died):
-            # It is delivered last, when all commands were refused.
+            # `Died` is delivered last, when all commands were refused.
             events.pop()
             self._die(last.error)
         if events:
             self._deliver(events)
 
     def _answer(self, frame: Frame) -> None:
-        # Until it was understood it waits with the others: an answer that is not ends them all.
+        # The command stays among the pending ones until its answer was decoded: an answer that cannot be decoded ends them all.
         is_result, pending = frame.kind == Kind.RESULT, self._pending[frame.call]
         answer = decode(frame.payload, pending.kind if is_result else Failure)
         with self._lock:
@@ -342,7 +342,7 @@ class EngineProcess:
     def _ask(self, frame: Frame) -> None:
         """Hand on what the engine asks for: to the thread that waits for the call's answer, else to one of this loop's own."""
         with self._lock:
-            # A participant may be told after the answer to the call that it belongs to.
+            # The engine may ask a participant after it has answered the call that this belongs to, which is not pending any more.
             pending = self._pending.get(frame.call) or _Pending(frame.call, None, None, is_awaited=False)
             pending.asked = frame
             abandoned = pending.abandoned
@@ -390,7 +390,7 @@ class EngineProcess:
             case Kind.PARTICIPANT:
                 number, method, arguments = decode_told(frame.payload)
                 result = getattr(self._participants[number], method)(*arguments)
-                # What the others return means nothing.
+                # What the other methods return means nothing.
                 return Kind.CONTINUE, encode(operator.index(result) if method == "resident_bytes" else 0)
         raise MalformedMessage(f"the engine asks for a frame of kind {frame.kind}")
 

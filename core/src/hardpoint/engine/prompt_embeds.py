@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hardpoint.engine.commands import EmbeddedSpans
-from hardpoint.engine.prompt_embeddings import digest_of
+from hardpoint.engine.embedding_sources import digest_of
 from hardpoint.interfaces.batch import EmbeddingKind, EmbeddingSource, FloatArray
 from hardpoint.interfaces.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from hardpoint.interfaces.worker import ModelInfo

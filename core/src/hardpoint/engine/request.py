@@ -35,7 +35,7 @@ from hardpoint.scheduler import FinishReason
 class Completion:
     """One completion of a request while it grows.
 
-    Tokens, text and log probabilities are filled token by token only where the request is followed (streaming, stop texts, log
+    Tokens, text and log probabilities are filled token by token only where the request needs each token (streaming, stop texts, log
     probabilities); otherwise once, at the end.
     """
 
@@ -198,7 +198,7 @@ class Request:
         eos_ids: frozenset[int],
         recipient: Recipient,
     ) -> None:
-        # A copy, since the caller may change its own.
+        # A copy, since the caller may change the original.
         params = params.clone(detokenize=params.detokenize and detokenizer is not None)
         self.request_id = request_id
         self.key = key
@@ -210,7 +210,7 @@ class Request:
         self._text_of = detokenizer.token_text if detokenizer is not None and params.detokenize else _no_text
         self._prompt_logprobs: PromptPositions | None = None
         if params.prompt_logprobs is not None:
-            # The first token follows nothing.
+            # The prompt's first token has no log probability: no token comes before it.
             without = min(max(params.prompt_logprobs_start, 1), len(prompt.token_ids))
             self._prompt_logprobs = PromptPositions(without, self._text_of, flat=bool(params.flat_logprobs))
         self._eos_ids = eos_ids
@@ -228,7 +228,7 @@ class Request:
         self._unfinished = len(self.completions)
 
     @property
-    def is_followed(self) -> bool:
+    def needs_each_token(self) -> bool:
         """Each token must be looked at when it comes, not only at the end."""
         params = self.params
         return self.is_streamed or bool(params.stop_texts) or params.logprobs is not None or params.needs_ranking
@@ -249,7 +249,7 @@ class Request:
         self._prompt_logprobs.add(entries)
 
     def append(self, completion: Completion, token_id: int, logprobs: TokenLogprobs | None, *, ends: bool) -> bool:
-        """Take a followed sequence's next token; returns True when its text has reached a stop text.
+        """Take the next token of a sequence; returns True when its text has reached a stop text.
 
         Args:
             ends: the scheduler ended the sequence with this token.
@@ -266,7 +266,7 @@ class Request:
         self, completion: Completion, reason: FinishReason, token_ids: Sequence[int], error: str | None = None
     ) -> None:
         """End a sequence; `token_ids` are all its tokens, `error` is what was wrong where it ended with one."""
-        if not self.is_followed:
+        if not self.needs_each_token:
             ended_by_token = reason is FinishReason.STOP
             for position, token_id in enumerate(token_ids, start=1):
                 self.append(completion, token_id, None, ends=ended_by_token and position == len(token_ids))
@@ -291,7 +291,7 @@ class Request:
         """Return the request as it stands; of a delta request, what is new since the last output."""
         completions = [self._output_of(completion) for completion in self.completions]
         if self.params.needs_ranking:
-            # One that was ended before its first token has no rank.
+            # A completion that was ended before its first token has no rank.
             ranked = self.finished and all(one.cumulative_logprob is not None for one in completions)
             completions = best_completions(completions, self.params.n) if ranked else completions[: self.params.n]
         return RequestOutput(
@@ -347,7 +347,7 @@ class RequestTable:
         self._first_seq_ids: dict[int, int] = {}
         self._wholes: dict[int, PoolingRequest | BeamRequest] = {}
         self._completions: dict[int, tuple[Request, Completion]] = {}
-        self._streaming: dict[int, tuple[Request, Completion]] = {}
+        self._taking_tokens: dict[int, tuple[Request, Completion]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -387,7 +387,7 @@ class RequestTable:
             return request.key
         for seq_id in range(first, first + len(request.completions)):
             self._completions.pop(seq_id, None)
-            self._streaming.pop(seq_id, None)
+            self._taking_tokens.pop(seq_id, None)
         return request.key
 
     def discard(self, request: AnyRequest) -> bool:
@@ -433,8 +433,8 @@ class RequestTable:
         elif request is not None:
             for seq_id, completion in enumerate(request.completions, start=event.first_seq_id):
                 self._completions[seq_id] = request, completion
-                if request.is_followed:
-                    self._streaming[seq_id] = request, completion
+                if request.needs_each_token:
+                    self._taking_tokens[seq_id] = request, completion
 
     def _fail(self, request: AnyRequest | None, error: Exception) -> None:
         if request is not None:
@@ -448,14 +448,14 @@ class RequestTable:
         for seq_id, num_cached in event.num_cached.items():
             if seq_id in self._completions:
                 request, _ = self._completions[seq_id]
-                # What waited was the prompt, which is the first sequence's.
+                # The time in the queue is the prompt's, which the first sequence computes.
                 request.first_token(num_cached, event.queue_seconds.get(self._first_seq_ids[request.key]))
             elif isinstance(search := self._wholes.get(seq_id), BeamRequest):
                 search.first_token(num_cached, event.queue_seconds.get(seq_id))
         changed: dict[int, Request] = {}
         stopped: list[int] = []
-        if self._streaming:
-            self._follow(event, changed, stopped)
+        if self._taking_tokens:
+            self._take_tokens(event, changed, stopped)
         for ended in event.ended:
             if ended.seq_id in self._completions:
                 request, _ = self._completions[ended.seq_id]
@@ -474,14 +474,14 @@ class RequestTable:
                 request.recipient.deliver(request.output)
         return stopped
 
-    def _follow(self, event: StepDone, changed: dict[int, Request], stopped: list[int]) -> None:
-        """Give followed completions their tokens; end those whose text has reached a stop string."""
+    def _take_tokens(self, event: StepDone, changed: dict[int, Request], stopped: list[int]) -> None:
+        """Give the completions that need each token theirs; end those whose text has reached a stop string."""
         ended = {one.seq_id for one in event.ended} if event.ended else ()
         # A sequence with drafts may have several tokens, and ends with the last one.
         last = {seq_id: sample for sample, seq_id in enumerate(event.seq_ids.tolist())} if ended else {}
-        followed, logprobs = self._streaming, event.logprobs
+        taking, logprobs = self._taking_tokens, event.logprobs
         for sample, (seq_id, token_id) in enumerate(zip(event.seq_ids.tolist(), event.token_ids.tolist(), strict=True)):
-            entry = followed.get(seq_id)
+            entry = taking.get(seq_id)
             if entry is None or token_id < 0:
                 continue
             request, completion = entry
@@ -497,7 +497,7 @@ class RequestTable:
     def _finish(self, seq_id: int, reason: FinishReason, token_ids: Sequence[int], error: str | None = None) -> None:
         """End one completion, and its request with the last one."""
         request, completion = self._completions.pop(seq_id)
-        self._streaming.pop(seq_id, None)
+        self._taking_tokens.pop(seq_id, None)
         request.finish(completion, reason, token_ids, error)
         if request.finished:
             self.remove(request.request_id)

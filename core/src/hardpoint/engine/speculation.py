@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4}
 _DEFAULT_MIN, _DEFAULT_MAX = 2, 5
 _MEMORY = 0.98
-_MOST_TIMES = 4.0
+_MAX_TIMES = 4.0
 """A step that took so many times what was expected was disturbed, and counts as so many times."""
 
 
@@ -168,7 +168,7 @@ class StepCosts:
         """Take the time of a step that computed only decoding sequences."""
         if self._weight:
             fixed, per_token = self.line()
-            seconds = min(seconds, _MOST_TIMES * (fixed + per_token * tokens))
+            seconds = min(seconds, _MAX_TIMES * (fixed + per_token * tokens))
         self._weight = _MEMORY * self._weight + 1
         self._tokens = _MEMORY * self._tokens + tokens
         self._seconds = _MEMORY * self._seconds + seconds

@@ -47,7 +47,7 @@ class Executor(ABC):
             raise_first(outcomes)
             return outcomes
         finally:
-            # An exception leads to this frame: if the frame led back to it, all tensors of its frames would stay until a collection.
+            # An exception's traceback has this frame: if the frame kept it, all tensors of its frames would stay until a collection.
             del outcomes
 
     def change(self, change: MemoryChange) -> list[MemoryReport]:
@@ -77,7 +77,7 @@ class Executor(ABC):
         except (RanksDiverged, EngineDead):
             raise
         except BaseException:
-            # The wait was interrupted, and some ranks may not have been told.
+            # An interrupt ended the wait, and some ranks may not have been told.
             self.settle()
             raise
 
@@ -104,7 +104,7 @@ class Executor(ABC):
             self._unsettled = None
             return outcomes
         finally:
-            # As in `call`: exceptions among them lead to this frame, also those that are passed over.
+            # As in `call`; there may be exceptions among them that are not raised.
             del outcomes, failures
 
     @abstractmethod

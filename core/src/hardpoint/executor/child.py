@@ -43,7 +43,7 @@ class Connection:
             while time.perf_counter() < end:
                 if (frame := self._link.receive()) is not None:
                     return frame
-        # To look where nothing has arrived is a call to the kernel, and takes time from whoever waits for the processor.
+        # Receiving without need is a call to the kernel, which takes time from processes that wait for the processor.
         frame = self._link.receive() if self._link.has_unread else None
         while frame is None:
             self._arrivals.poll()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of `signal` without the conversions to enumerations and back, which take ten times as long: every step defers interrupts.
+# The C part of `signal`, without the conversions to enumerations and back, which take ten times as long: every step defers interrupts.
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
@@ -74,7 +74,7 @@ class AllowedInterrupts:
         try:
             _signal.signal(_SIGINT, self._deferring._note)
         except BaseException:
-            # A signal had come by then, and its handler was called first.
+            # A signal had arrived, and Python ran its handler, which raised, before it set the new one.
             _signal.signal(_SIGINT, self._deferring._note)
             raise
         finally:

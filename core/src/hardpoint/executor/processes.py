@@ -222,14 +222,14 @@ class ChildProcesses:
                     poll.unregister(fd)
             now = time.monotonic()
             if now - checked >= _CHECK_SECONDS:
-                # A longer pause than that was this process's own.
+                # If more time has passed, this process was stopped itself, which does not count against the others.
                 elapsed = min(now - checked, 2 * _CHECK_SECONDS)
                 checked = now
                 for process in alive.values():
                     self._check(process, elapsed)
 
     def _ended(self, process: _Process) -> None:
-        # What it started goes with it; until it is waited for, its number is nobody else's.
+        # Kill the processes that it started, before `wait`: until then its process id is given to no other.
         process.kill()
         code = process.popen.wait()
         process.read_output()
@@ -256,8 +256,8 @@ class ChildProcesses:
 
 def _spawn(module: str, files: LinkFiles, shared: Sequence[int], *, spins: bool) -> subprocess.Popen[bytes]:
     arguments = [str(os.getpid()), files.to_text(), str(_log.getEffectiveLevel()), str(int(spins))]
-    # The same modules as here, and nothing that happens to lie in the current folder.
-    # Torch's threads wait asleep: those of the backend's kernels need the cores in between.
+    # PYTHONPATH: the same modules as here, and nothing that happens to lie in the current folder.
+    # OMP_WAIT_POLICY: torch's threads wait asleep, since those of the backend's kernels need the cores in between.
     environment = (
         {"OMP_WAIT_POLICY": "passive"}
         | os.environ

@@ -148,7 +148,7 @@ class RayTransport(Transport):
         end = Deadline("", seconds)
         while True:
             refs = list(self._answers)
-            # One question to Ray where all is well, as in nearly every step.
+            # Waiting for all answers at once asks Ray a single time in nearly every step.
             count = 1 if first is None else len(refs)
             ready, _ = self._ray.wait(refs, num_returns=count, timeout=min(end.left(), _SLICE_SECONDS))
             self.check()
@@ -181,7 +181,7 @@ class RayTransport(Transport):
 
     def kill(self) -> None:
         """End all actors and give their room back; where this process has left the cluster, they have ended with its job."""
-        # Ray starts a cluster for questions that come when there is none.
+        # Not connected, Ray would start a cluster of its own for any call.
         if not self._ray.is_initialized():
             return
         with self._lock:
@@ -192,7 +192,7 @@ class RayTransport(Transport):
             with contextlib.suppress(Exception):  # Ray itself may be gone.
                 self._ray.kill(actor, no_restart=True)
         with contextlib.suppress(Exception):
-            # Whoever cannot follow the call, because its process is stopped, ends with its room.
+            # An actor whose process is stopped cannot follow `kill`; it ends when its placement is released.
             release(placed)
 
     def close(self, patience: float = 0.0) -> None:

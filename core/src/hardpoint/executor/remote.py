@@ -109,7 +109,7 @@ class RemoteExecutor(Executor):
         """Send one step to every rank; what refuses it there is raised by `collect`. Raises RankFailed, EngineDead, ForkedProcess."""
         self._check()
         message = self._steps.encode(step)
-        # All ranks get it and the encoder counts it as sent, or the ranks end: half a step would give wrong tokens later.
+        # Either all ranks get the step and the encoder counts it as sent, or the ranks end: half a step would give wrong tokens later.
         try:
             round = self._begin()
             deadline = Deadline("step", self._limits.step)
@@ -133,16 +133,16 @@ class RemoteExecutor(Executor):
         round = self._submitted.popleft()
         deadline = Deadline("step", self._limits.step)
         if len(self._submitted) < self._depth and round.missing:
-            # With as many steps after it as the workers take, they answer unasked.
+            # Workers answer a step unasked when as many steps follow it as they take; otherwise they are asked.
             self._send(self._all, Kind.COLLECT, round.call, (), deadline)
-        # The driver is the last one, more often than not: until it has answered, the others' answers wake nobody.
+        # The driver answers last, more often than not: this process sleeps until it has, whatever the others answer before.
         outcomes = self._gather(round, deadline, waits=True, first=self._driver)
         if round.first_failure is not None:
             raise self._failed_step(outcomes)
         output = decode_output(outcomes[self._driver])
         if output.tiers is None or len(outcomes) == 1:
             return output
-        # Each rank has its part of a block: it is there where all parts are.
+        # Each rank keeps its part of a block in the tiers: the block is there only where all parts are.
         return replace(output, tiers=_over_ranks([decode_output(one).tiers or output.tiers for one in outcomes]))
 
     def shutdown(self) -> None:
@@ -175,7 +175,7 @@ class RemoteExecutor(Executor):
             round = self._begin()
             self._send(self._all[:1], Kind.CALL, round.call, [header, *schema.encode(args)], deadline)
             if len(self._all) > 1:
-                # The first rank's progress stands for all.
+                # The first rank's progress is shown for all.
                 quiet = [
                     replace(argument, progress=None) if isinstance(argument, SleepPlan) else argument
                     for argument in args
@@ -188,7 +188,7 @@ class RemoteExecutor(Executor):
         except EngineDead as error:
             return [error] * len(self._all)
         if raised is not None:
-            # The exception itself; the ranks were given its likeness.
+            # Raise the exception itself; the ranks were given a description of it.
             raise raised
         answers = [one if isinstance(one, Exception) else decode(one, schema.result) for one in outcomes]
         if isinstance(answers[0], ModelInfo):
@@ -254,7 +254,7 @@ class RemoteExecutor(Executor):
                         has_arrived = self._transport.wait(deadline.left(), first)
                     if not has_arrived:
                         raise self._late(round, deadline)
-                # What ended the wait may be a failure, after which all ranks are of interest.
+                # A failure may have ended the wait; from here on, wait for any rank and not for the first alone.
                 first = None
                 self._receive()
                 while self._reports:
@@ -316,7 +316,7 @@ class RemoteExecutor(Executor):
         if self._is_shut_down:
             raise EngineDead("the ranks were shut down", hint="Make a new engine")
         if self._is_streaming:
-            # The iterator of the tensors calls: to the ranks, any frame but the next tensor is the end of them.
+            # The iterator that makes the tensors makes this call, and the ranks take any frame that is no tensor for their end.
             raise MemoryBusy(
                 "the ranks cannot be called",
                 found="they wait for the tensors of an update",
@@ -389,7 +389,7 @@ def _close(transport: Transport, pid: int) -> None:
     if os.getpid() != pid:
         return
     if transport.is_watcher():
-        # Garbage can be collected in any thread; this one cannot wait for itself.
+        # A garbage collection may close the executor in any thread, and this one cannot wait for itself.
         threading.Thread(target=transport.close).start()
     else:
         transport.close()

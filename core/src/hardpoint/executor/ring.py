@@ -151,7 +151,7 @@ class RingReader:
         while self._filled < size:
             count = min(size - self._filled, self._available, capacity - self._position)
             if not count:
-                # The writer may be waiting for room.
+                # Give back what was read: the writer may be waiting for room.
                 self._give_back()
                 return False
             piece = self._memory[self._position : self._position + count]

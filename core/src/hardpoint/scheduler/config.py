@@ -12,7 +12,7 @@ from hardpoint.interfaces.errors import ConfigError
 from hardpoint.validation import INT32_MAX, NonNegativeFloat, NonNegativeInt, PositiveInt, Validated
 
 _MIXED_STEP_SECONDS = 0.2
-_FEWEST_MIXED_TOKENS = 256
+_MIN_MIXED_TOKENS = 256
 """Below this a step's own costs, such as to read all weights, outweigh those of its tokens."""
 _PATIENCE = 20
 """With the policy "shortest": a burst of some hundred requests takes the server as long to take in as 20 short prompts to compute."""
@@ -163,7 +163,7 @@ class SchedulerConfig(SchedulerSettings):
             return min(self.mixed_prefill_tokens, self.max_num_batched_tokens)
         if not self.enable_chunked_prefill or not self.recompute_seconds_per_token:
             return self.max_num_batched_tokens
-        fitting = max(_MIXED_STEP_SECONDS / self.recompute_seconds_per_token, _FEWEST_MIXED_TOKENS)
+        fitting = max(_MIXED_STEP_SECONDS / self.recompute_seconds_per_token, _MIN_MIXED_TOKENS)
         return min(1 << round(math.log2(min(fitting, self.max_num_batched_tokens))), self.max_num_batched_tokens)
 
     def arrival(self, num_tokens: int, now: float) -> int | None:
@@ -177,11 +177,6 @@ class SchedulerConfig(SchedulerSettings):
         if self.scheduling_policy != "shortest":
             return None
         return int((now + _PATIENCE * self.recompute_seconds_per_token * num_tokens) * 1e6)
-
-    @property
-    def max_seq_tokens(self) -> int:
-        """Most tokens that one sequence can reach: the context length, or all slots of the device pool where that is less."""
-        return min(self.max_model_len, self.pool_tokens)
 
     @property
     def pool_tokens(self) -> int:

@@ -94,8 +94,6 @@ class Scheduler:
         max_tokens: int | None = None,
         min_tokens: int = 0,
         stop_token_ids: Sequence[int] = (),
-        eos_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
         priority: int = 0,
         arrival: int | None = None,
         salt: str = "",
@@ -113,8 +111,8 @@ class Scheduler:
             n: sequences sampled from the prompt.
             max_tokens: most new tokens of each sequence; None for as many as the context holds. A sequence ends with LENGTH
                 when the context, or the whole KV cache, could not hold one token more, whatever `max_tokens` says.
-            min_tokens: new tokens before a stop or end-of-text token counts (it is appended all the same).
-            stop_token_ids, eos_token_ids: tokens that end a sequence; the latter not with `ignore_eos`.
+            min_tokens: new tokens before a stop token counts (it is appended all the same).
+            stop_token_ids: tokens that end a sequence.
             priority: lower is served earlier (scheduling_policy "priority").
             arrival: place in the order of arrival, see `SchedulerConfig.arrival`; by default, after all requests so far.
             salt: requests share cached prefixes only within one salt (an adapter's name, a tenant's).
@@ -174,7 +172,6 @@ class Scheduler:
         token_limit = self._token_limit
         if contents:
             prompt_token_ids, token_limit = self._with_contents(prompt_token_ids, contents), _TOKEN_LIMIT
-        stop_ids = list(stop_token_ids) if ignore_eos else [*stop_token_ids, *eos_token_ids]
         try:
             handle = self._core.add_request(
                 prompt_token_ids,
@@ -182,7 +179,7 @@ class Scheduler:
                 n,
                 config.max_model_len if max_tokens is None else max_tokens,
                 min_tokens,
-                stop_ids,
+                stop_token_ids,
                 priority,
                 self._num_added if arrival is None else arrival,
                 salt,
@@ -472,7 +469,7 @@ class _PlanBatches:
         tokens, seqs, samples = slice(num_tokens), slice(num_seqs), slice(num_samples)
         token_ids, positions, slots, query_start, context_lens, rows, state_rows, seq_ids, *sampled = self._buffers
         sample_rows, sample_seq_ids, sample_state_rows, sample_positions, sample_tokens = sampled
-        # In the order of the fields: names would cost as much as the views.
+        # Positional, in the order of the fields: keywords would cost as much time as the views.
         return StepBatch(
             token_ids[tokens],
             positions[tokens],

@@ -115,8 +115,7 @@ class LLM(hardpoint.LLM):
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the best texts; see `hardpoint.LLM.beam_search`. How many run at a time is the scheduler's, whatever the limit."""
-        check_options({"lora_request": lora_request}, self.beam_search)
-        return super().beam_search(prompts, params, use_tqdm=bool(use_tqdm))
+        return super().beam_search(prompts, params, use_tqdm=bool(use_tqdm), lora_request=lora_request)
 
     def encode(
         self,

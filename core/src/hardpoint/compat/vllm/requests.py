@@ -12,7 +12,7 @@ from hardpoint.engine.argument_names import check_names
 from hardpoint.interfaces.errors import HardpointError, InvalidRequest, InvalidSamplingParams
 from hardpoint.validation import shown
 
-_NO_ADAPTERS = "Give LoRA adapters to generate() and chat()"
+_NO_ADAPTERS = "Give LoRA adapters to generate(), chat() and beam_search()"
 
 _SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),

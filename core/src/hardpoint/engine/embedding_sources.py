@@ -56,7 +56,7 @@ class StepEmbeddings:
     positions: Int64Array | None = None
 
 
-class PromptEmbeddings:
+class EmbeddingSources:
     """The sources of the prompts in progress, and of the workers' caches of embeddings.
 
     A source has a number, one for each digest, which stands for its tokens in the prefix cache: no two that differ have the same, so a
@@ -92,7 +92,7 @@ class PromptEmbeddings:
             self._next_number += 1
         self._numbers[embedded.digest] = number
         if len(self._numbers) > _REMEMBERED:
-            # Its prefixes are not found any more: the same source gets another number.
+            # The oldest source's prefixes are not found any more: if it comes again, it gets another number.
             self._numbers.popitem(last=False)
         return number
 
@@ -190,7 +190,7 @@ def _add_positions(step: StepEmbeddings, batch: StepBatch, positions: Int64Array
     """Give the tokens first to end of a step, which are of one sequence, the positions that the prompt's have, or that follow from them."""
     length = positions.shape[1]
     numbers = batch.positions[first:end].copy()
-    # What follows the prompt has one position on all axes, as tokens have that stand for no picture.
+    # Tokens after the prompt have the same position on all three axes, like all tokens that stand for no picture.
     batch.positions[first:end] += np.where(numbers < length, 0, int(positions.max()) + 1 - length)
     inside = numbers < length
     if step.positions is None:

@@ -1,33 +1,27 @@
-"""What all clients of an engine share: how it is started, and how a prompt and its parameters become a request and a command."""
+"""How a prompt and its parameters become a request and a command, the same for all clients of an engine."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hardpoint.engine.commands import BeamSearch, Embed, Generate, Pause, StartProfile
 from hardpoint.engine.config import EngineConfig
 from hardpoint.engine.detokenizer import Detokenizer
 from hardpoint.engine.inputs import Prompt, PromptProcessor, RequestArguments, TokenizedPrompt, check_params
-from hardpoint.engine.loops import Loop
 from hardpoint.engine.media import Media
 from hardpoint.engine.pooling import PoolingModel
 from hardpoint.engine.prompt_embeds import PromptEmbeds
 from hardpoint.engine.request import BeamRequest, PoolingRequest, Recipient, Request
 from hardpoint.engine.sleep import SleepRequest
-from hardpoint.engine.speculation import check_vocabularies, parse_speculative_config
-from hardpoint.engine.startup import begin_imports
-from hardpoint.executor.start import collection_paused, return_free_memory
 from hardpoint.interfaces.batch import EmbeddingKind, LogprobsMode
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest, InvalidSamplingParams, ModelError
+from hardpoint.interfaces.errors import InvalidRequest, InvalidSamplingParams
 from hardpoint.interfaces.worker import ModelInfo
-from hardpoint.models import ModelSource, PoolingDefaults, TokenizerBackend, converted, load_tokenizer, open_model
+from hardpoint.models import PoolingDefaults, TokenizerBackend
 from hardpoint.sampling import BeamSearchParams, PoolingParams, SamplingParams
 from hardpoint.sampling.guidance import Grammars
 from hardpoint.sampling.random import stream_key
@@ -35,8 +29,6 @@ from hardpoint.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-L = TypeVar("L", bound=Loop)
 
 PROFILE_VARIABLE = "HARDPOINT_PROFILE_DIR"
 """Environment variable: the folder of profiles, where a call names none."""
@@ -46,64 +38,6 @@ _UNSEEDED = 0x6861726470_6F696E74
 
 _WORD_LISTS = 8
 """Lists of `bad_words` whose tokens are kept: requests of one caller tend to have the same one."""
-
-
-@collection_paused()
-def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -> tuple[L, RequestMaker]:
-    """Start a loop, with the tokenizer loaded beside it; nothing is left of what fails."""
-    if not config.other_engines:
-        begin_imports(config)
-    source = open_model(
-        config.model,
-        load_format=config.load_format,
-        trust_remote_code=config.trust_remote_code,
-        generation_config=config.generation_config,
-        revision=config.revision,
-        download_dir=config.download_dir,
-        hf_overrides=config.hf_overrides,
-    )
-    config, source = _converted(config, source)
-    if source.hub is not None:
-        # The ranks of this machine take what was fetched; those of others fetch the same commit.
-        elsewhere = config.executor == "ray" and config.download_dir is None
-        config = replace(config, model=str(source.hub if elsewhere else source.path), revision=None)
-    params = _recommended_params(source)
-    config = _with_draft_model(config)
-    with ThreadPoolExecutor(1) as background:
-        # Beside the weights, which are read and converted outside the interpreter lock.
-        tokenizer = background.submit(_load_tokenizer, config, source)
-        loop = make_loop(config)
-        try:
-            eos_ids = frozenset(source.eos_token_ids_with(_tokenizers_model(config, source)))
-            pooling = source.pooling_defaults
-            media = Media(config, loop.model, source.path, tokenizer.result())
-            maker = RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)
-        except BaseException:
-            loop.shutdown()
-            raise
-    # The allocator keeps what reading the model's files took, for a process that will not take so much again.
-    return_free_memory()
-    return loop, maker
-
-
-def _with_draft_model(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with a draft model that was fetched, if it names one; raises ConfigError for another vocabulary."""
-    if config.draft_model is None:
-        return config
-    dummy = config.load_format == "dummy"
-    source = open_model(
-        config.draft_model,
-        load_format="dummy" if dummy else "auto",
-        trust_remote_code=config.trust_remote_code,
-        download_dir=config.download_dir,
-    )
-    path = str(source.path) if source.hub is not None else config.draft_model
-    if not config.skip_tokenizer_init:
-        own = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
-        check_vocabularies(own, TokenizerBackend(path, own.load_format if dummy else "auto", config.trust_remote_code))
-    speculation = parse_speculative_config(config.speculative_config)
-    assert speculation is not None
-    return replace(config, speculative_config=replace(speculation, model=path))
 
 
 class RequestMaker:
@@ -147,6 +81,17 @@ class RequestMaker:
         vocabulary = TokenizerBackend.of(config.model, config.tokenizer, config.load_format, config.trust_remote_code)
         self._grammars = Grammars(vocabulary, model.vocab_size)
 
+    def _check_request(self, request_id: str, priority: int) -> None:
+        """Raise InvalidRequest for what cannot name or rank a request."""
+        RequestArguments(request_id, priority)
+        policy = self._config.scheduling_policy
+        if priority and policy != "priority":
+            raise InvalidRequest(
+                "the engine does not schedule by priority",
+                found=f"priority={priority} with scheduling_policy='{policy}'",
+                hint="Leave the priority out, or make the engine with scheduling_policy='priority'",
+            )
+
     def _grammar(self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> str | None:
         """Return the grammar of structured outputs as text, compiled to see that a text can begin; None without one.
 
@@ -178,7 +123,7 @@ class RequestMaker:
         Args:
             adapter: name of one that is loaded; empty for none.
         """
-        RequestArguments(request_id, priority)
+        self._check_request(request_id, priority)
         check_params(params, SamplingParams)
         if not self._model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
@@ -255,7 +200,7 @@ class RequestMaker:
         adapter: str = "",
     ) -> tuple[BeamRequest, Generate]:
         """Return a beam search and the command that queues it; raises InvalidRequest."""
-        RequestArguments(request_id, priority)
+        self._check_request(request_id, priority)
         check_params(params, BeamSearchParams)
         if not self._model.is_generative:
             raise InvalidRequest("the model has no language-model head", hint="Use embed")
@@ -359,65 +304,7 @@ def _tokens_of_words(process: PromptProcessor, words: tuple[str, ...]) -> tuple[
         alone = process.encode(word.lstrip(), add_special_tokens=False)
         spaced = process.encode(" " + word.lstrip(), add_special_tokens=False)
         found[tuple(alone)] = None
-        # Where the space is a token of its own, the word is found after it as it is.
+        # Where the space is a token of its own, the word's tokens after it are those that it has alone.
         if spaced[1:] != alone:
             found[tuple(spaced)] = None
     return tuple(found)
-
-
-def _converted(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, ModelSource]:
-    """Return configuration and model for what the model is to be; raises ConfigError where it cannot be that."""
-    use = config.convert
-    if use == "auto":
-        use = "embed" if config.runner == "pooling" else "none"
-    if config.runner == "generate" and not source.is_generative:
-        raise ConfigError(
-            "the model has no language-model head",
-            found=f"runner='generate' with the architecture {source.architecture}",
-            hint="Leave runner out, or give runner='pooling'",
-        )
-    if use == "none":
-        return config, source
-    if config.runner == "generate":
-        raise ConfigError(
-            f"a model that is to generate keeps its head, and convert='{use}' takes it", hint="Leave convert out"
-        )
-    architecture = converted(source.architecture, use)
-    if use == "classify" and not architecture.endswith(
-        ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
-    ):
-        raise ConfigError(
-            "the model cannot have a head that labels texts",
-            found=f"convert='classify' with the architecture {source.architecture}",
-            hint="Models of the core's own families can: `hardpoint models` lists them",
-        )
-    if architecture != source.architecture:
-        overrides = {**(config.hf_overrides or {}), "architectures": [architecture]}
-        config = replace(config, hf_overrides=overrides)
-        source = replace(source, architecture=architecture, hf_overrides=overrides)
-    return config, source
-
-
-def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:
-    if config.skip_tokenizer_init:
-        return None
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(_tokenizers_model(config, source), config.trust_remote_code)
-    return tokenizer
-
-
-def _tokenizers_model(config: EngineConfig, source: ModelSource) -> ModelSource:
-    """Return the model whose tokenizer is used, of which another than the engine's own needs no weights."""
-    if config.tokenizer is None or config.skip_tokenizer_init:
-        return source
-    return open_model(config.tokenizer, load_format="dummy", trust_remote_code=config.trust_remote_code)
-
-
-def _recommended_params(source: ModelSource) -> SamplingParams:
-    try:
-        return SamplingParams(**source.generation_defaults)
-    except InvalidSamplingParams as error:
-        raise ModelError(
-            "the model's recommended sampling parameters are not possible",
-            found=str(error),
-            hint="Correct its generation_config.json, or give generation_config='vllm' to leave it out",
-        ) from error

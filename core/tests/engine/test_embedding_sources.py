@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.engine.commands import EmbeddedSpans
-from hardpoint.engine.prompt_embeddings import PromptEmbeddings
+from hardpoint.engine.embedding_sources import EmbeddingSources
 from hardpoint.interfaces import EmbeddingKind, EmbeddingSource
 from hardpoint.scheduler import Scheduler, SchedulerConfig
 
@@ -30,7 +30,7 @@ class Loop:
         config = SchedulerConfig(
             block_size=BLOCK, num_device_blocks=64, max_model_len=128, vocab_size=VOCAB, **settings
         )
-        self.scheduler, self.sources = Scheduler(config), PromptEmbeddings(VOCAB, 1, max_bytes)
+        self.scheduler, self.sources = Scheduler(config), EmbeddingSources(VOCAB, 1, max_bytes)
         self.held: set[int] = set()
         self.rows: list[tuple[int, int, int]] = []
 
