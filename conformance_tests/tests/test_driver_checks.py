@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hardpoint.interfaces.errors import DriverError
 from hardpoint.memory import DriverStatus
 from hardpoint_conformance.device_memory import PREREQUISITES, DeviceMemory
 from hardpoint_conformance.interposed import Call, InterposedDriver
@@ -59,6 +60,15 @@ def driver() -> Iterator[InterposedDriver]:
 @pytest.mark.parametrize("entry", PREREQUISITES)
 def test_each_entry_may_fail_at_any_of_its_calls(driver: InterposedDriver, entry: str) -> None:
     suite.test_a_failure_within_the_driver_changes_nothing(driver, entry)
+
+
+@pytest.mark.parametrize("entry", ["reserve", "create"])
+def test_a_driver_that_fails_whichever_call_it_is_asked_to_is_found(driver: InterposedDriver, entry: str) -> None:
+    fail_call = driver.fail_call
+    driver.fail_call = lambda nth: fail_call(min(nth, 1))  # type: ignore[method-assign]
+    with pytest.raises(DriverError):
+        suite.test_a_failure_within_the_driver_changes_nothing(driver, entry)
+    fail_call(0)
 
 
 @pytest.mark.parametrize(

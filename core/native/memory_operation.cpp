@@ -26,7 +26,9 @@ PoolOperation::~PoolOperation() { end(); }
 void PoolOperation::end() {
   if (!holds_slot_) return;
   holds_slot_ = false;
-  if (can_act()) pool_.end_operation();
+  if (!can_act()) return;
+  pool_.end_operation();
+  if (pool_.closed_) pool_.drop_backups();  // it was closed meanwhile, which left this operation's
 }
 
 void PoolOperation::hold() {

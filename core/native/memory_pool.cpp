@@ -759,8 +759,14 @@ void Pool::trim() {
 void Pool::close() {
   if (is_forked() || abandoned_) return;
   closed_ = true;
+  drop_backups();
+  retry_unreturned();
+  driver_.drop_idle_streams();
+}
+
+// Nothing of a closed pool can be woken or read any more, while somebody may keep it: an exception, for one, whose frames lead here.
+void Pool::drop_backups() {
   dropping_.wait();
-  // Nothing can be woken or read any more, while somebody may keep the pool: an exception, for one, whose frames lead here.
   std::vector<std::shared_ptr<Backup>> useless;
   {
     std::lock_guard lock(books_);
@@ -770,9 +776,7 @@ void Pool::close() {
     disks_.clear();
   }
   useless.clear();
-  retry_unreturned();
   arena_.trim();
-  driver_.drop_idle_streams();
 }
 
 void Pool::abandon() {

@@ -117,6 +117,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void trim();
   // Frees everything that nobody uses; memory in use stays until it is freed, nothing new is handed out. Does nothing in a forked child.
   void close();
+  // Drops the backups of a closed pool and their memory, but for those of an operation that has not ended.
+  void drop_backups();
   // The process ends: removes files and stops threads, and makes every later call of `free` a no-op without a driver call.
   void abandon();
 

@@ -46,6 +46,7 @@ Wake::~Wake() {
 
 void Wake::choose(const std::optional<std::vector<std::string>>& tags) {
   std::lock_guard lock(pool_.books_);
+  pool_.check_usable("wake");  // it may have been closed, its backups dropped, while this waited for another operation
   const std::vector<bool> chosen = pool_.selected(tags);
   for (const auto& [address, allocation] : pool_.allocations_) {
     if (!chosen[allocation->tag] || allocation->free_requested) continue;

@@ -57,6 +57,7 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Model", "qwen3", DECODER),
     "llama-both-sides": ("LlamaModel", "llama", {**DECODER, "is_causal": False}),
     "mistral-both-sides": ("MistralModel", "mistral", {**DECODER, "is_causal": False, "sliding_window": None}),
+    "granite-both-sides": ("GraniteModel", "granite", {**DECODER, "is_causal": False, "residual_multiplier": 0.5}),
     "qwen2-both-sides": ("Qwen2Model", "qwen2", {**DECODER, "is_causal": False}),
     "qwen3-both-sides": ("Qwen3Model", "qwen3", {**DECODER, "is_causal": False}),
 }

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from hardpoint.interfaces import Policy, SleepPlan
-from hardpoint.interfaces.errors import ForeignMemory, MemoryAsleep
+from hardpoint.interfaces.errors import ForeignMemory, MemoryAsleep, MemoryFault
 from hardpoint.memory import VirtualPool
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.memory import content
@@ -52,6 +52,31 @@ def crew() -> Iterator[Crew]:
         yield members
     finally:
         members.join()
+
+
+def test_a_wake_that_waits_while_the_pool_is_closed_is_refused(pool: TrackedPool) -> None:
+    """It would find no backup, and memory without one wakes as if it had been discarded."""
+    for tag in ("weights", "kv_cache"):
+        pool.filled(content(pool.unit), tag)
+    pool.sleep(SleepPlan(tags=frozenset({"weights"})))
+    sleeps, is_closed = threading.Event(), threading.Event()
+
+    def progress(done: int, whole: int) -> None:
+        sleeps.set()
+        assert is_closed.wait(30)
+
+    def wake() -> None:
+        with pytest.raises(MemoryFault, match="closed"):
+            pool.wake(["weights"])
+
+    with crew() as threads:
+        threads.start(lambda: pool.sleep(SleepPlan(tags=frozenset({"kv_cache"}), progress=progress)))
+        assert sleeps.wait(30)
+        threads.start(wake)
+        time.sleep(0.05)  # it waits for the sleep
+        pool.close()
+        is_closed.set()
+    assert pool.books().host_held == 0
 
 
 def test_threads_allocate_and_free_while_another_tag_sleeps_and_wakes(pool: TrackedPool) -> None:

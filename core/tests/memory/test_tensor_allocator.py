@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
-from reference import PlainAllocator
 from torch import nn
 
+from core.tests.reference import PlainAllocator
 from hardpoint.interfaces import BUFFERS, WEIGHTS
 from hardpoint.memory import Accounting
 

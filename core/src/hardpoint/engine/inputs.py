@@ -290,7 +290,8 @@ class PromptProcessor:
             raise InvalidRequest("the model's tokenizer cannot read these texts", found=str(error)) from error
         types: list[int] = encoded["token_type_ids"]
         token_ids: list[int] = encoded["input_ids"]
-        if truncate:
+        # A tokenizer in Python does not say which tokens are of which text.
+        if truncate and encoded.is_fast:
             count = self._max_model_len if truncate == -1 else truncate
             if len(token_ids) > count:
                 kept = _longest_first(encoded.sequence_ids(0), count)
@@ -304,10 +305,10 @@ class PromptProcessor:
         over = len(self.encode(written(document))) - count
         if over <= 0:
             return document
-        begins = [
-            begin
-            for begin, _ in tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        ]
+        if not tokenizer.is_fast:  # it does not say where tokens begin
+            return document
+        offsets = tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        begins = [begin for begin, _ in offsets]
         kept = len(begins)
         while over > 0:
             kept -= over

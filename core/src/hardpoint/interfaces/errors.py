@@ -199,7 +199,9 @@ class DriverError(MemoryFault):
     def __init__(self, call: str, code: int, text: str, *, hint: str | None = None) -> None:
         self.call, self.code, self.text = call, code, text
         # A driver's own refusal has no code of the vendor's, and 0 would read as success.
-        super().__init__(f"driver call {call} failed", found=f"status {code} ({text})" if code else text, hint=hint)
+        super().__init__(
+            f"driver call {call} failed", found=f"status {code} ({text})" if code else text or "no text", hint=hint
+        )
 
 
 class UnknownTag(MemoryFault, ValueError):

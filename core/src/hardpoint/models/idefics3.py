@@ -188,6 +188,7 @@ class Idefics3(Llama):
     """Idefics3. The vision transformer is on the ranks that embed tokens, whole on each of them."""
 
     embedding_kinds = frozenset({EmbeddingKind.ROWS, EmbeddingKind.IMAGE})
+    embeds_both_sides = False
     published = {"model.": "model.text_model.", "vision.": "model.vision_model.", "connector.": "model.connector."}  # noqa: RUF012
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:

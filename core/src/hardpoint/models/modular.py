@@ -117,9 +117,14 @@ class FamilyModel(RunnableModel):
         """Raise ModelError unless `source` is a checkpoint of this model with its KV scales, whose weights may be other ones."""
         other = source.describe(self._description.dtype)
         if isinstance(other, Refusal) or not self._description.computes_the_same(other):
+            found = f"{source.architecture} with another configuration"
+            if not isinstance(other, Refusal) and self._description.config.tied != other.config.tied:
+                heads = "its own", "its embedding"
+                mine, its = heads if other.config.tied else heads[::-1]
+                found = f"its head is {its}, and that of the loaded model is {mine}"
             raise ModelError(
                 f"{source.path} is not a checkpoint of the model that is loaded",
-                found=f"{source.architecture} with another configuration",
+                found=found,
                 hint="Make a new engine for another model",
             )
         self._scales.check(source.kv_scales)

@@ -194,6 +194,7 @@ class Qwen2_5_VL(Qwen2):  # noqa: N801
     """Qwen2.5-VL. The vision transformer is on the ranks that embed tokens, whole on each of them."""
 
     embedding_kinds = frozenset({EmbeddingKind.ROWS, EmbeddingKind.IMAGE})
+    embeds_both_sides = False
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(config, context)

@@ -100,10 +100,14 @@ def has_own_head(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
     checkpoint = with_standard_names(checkpoint, shapes)
     found = checkpoint.shapes()
     embedding = next((name for name in shapes if name.endswith("embed_tokens.weight")), None)
-    if embedding is None or embedding not in found or found[_HEAD] != found[embedding]:
-        return embedding in found
-    for begin in range(0, found[_HEAD][0], _COMPARED_ROWS):
-        span = begin, begin + _COMPARED_ROWS
+    if embedding is None or embedding not in found:
+        return False
+    if found[_HEAD][1:] != found[embedding][1:]:
+        return True
+    # One of them may be padded to a rounder number of rows.
+    rows = min(found[_HEAD][0], found[embedding][0])
+    for begin in range(0, rows, _COMPARED_ROWS):
+        span = begin, min(begin + _COMPARED_ROWS, rows)
         head, own = (torch.cat([rows for _, rows in checkpoint.rows(name, *span)]) for name in (_HEAD, embedding))
         if not torch.equal(head, own):
             return True
