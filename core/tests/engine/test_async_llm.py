@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, RequestOutput, SamplingParams
 from hardpoint.engine.async_llm import AsyncLLM
 from hardpoint.engine.commands import Generate
 from hardpoint.engine.loops import Inbox
+from hardpoint.engine.request_maker import unseeded
 from hardpoint.engine.sleep import SleepReport
 from hardpoint.interfaces.errors import (
     DrainTimeout,
@@ -106,6 +107,52 @@ def test_many_words_become_tokens_in_another_thread(run: Callable[..., Any]) -> 
         assert here < everywhere / 3
 
     run(body)
+
+
+@pytest.mark.parametrize("which", ["name", "all", "close"])
+def test_a_request_that_is_still_being_made_is_found(run: Callable[..., Any], which: str) -> None:
+    """Words become tokens in another thread before the engine hears of the request."""
+
+    async def body(llm: AsyncLLM) -> None:
+        async def last() -> RequestOutput:
+            async for output in llm.generate("x", PARAMS.clone(bad_words=["some words"], max_tokens=40), "named"):
+                found = output
+            return found
+
+        task = asyncio.create_task(last())
+        await asyncio.sleep(0)
+        if which == "close":
+            await llm.close()
+        else:
+            llm.abort("named" if which == "name" else None)
+        (text,) = (await task).outputs
+        assert (len(text.token_ids), text.finish_reason) == ((40, "length") if which == "close" else (0, "abort"))
+
+    run(body)
+
+
+def test_requests_are_seeded_in_the_order_in_which_they_come(run: Callable[..., Any]) -> None:
+    """One that is made in another thread has the seed that it would have without."""
+    seeds = {}
+
+    async def body(llm: AsyncLLM) -> None:
+        made = llm._maker.generation
+
+        def generation(*arguments: Any) -> Any:
+            request, command = made(*arguments)
+            seeds[request.request_id] = command.sampling[0].seed
+            return request, command
+
+        llm._maker.generation = generation  # type: ignore[method-assign]
+
+        async def one(name: str, words: list[str]) -> None:
+            async for _ in llm.generate("x", PARAMS.clone(seed=None, bad_words=words), name):
+                pass
+
+        await asyncio.gather(one("0", [f"word {number}" for number in range(300)]), one("1", ["word"]), one("2", []))
+
+    run(body)
+    assert seeds == {str(number): unseeded(0, number) for number in range(3)}
 
 
 def test_an_id_can_be_used_again_once_its_request_has_ended(run: Callable[..., Any]) -> None:

@@ -100,6 +100,8 @@ def test_requests_say_how_long_their_prompts_waited_for_a_step(make_llm: Make) -
     llm.engine.abort_request("gone")
     assert not core._sequences
     assert not core._new_sampling
+    assert not core._requests
+    assert not core._special
 
 
 def test_the_device_does_not_wait_for_the_host(make_llm: Make) -> None:

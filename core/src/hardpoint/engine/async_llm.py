@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -129,6 +130,14 @@ class OutputStream(Generic[AnyOutput]):
             self._reader.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
+class _Making:
+    """A request that is being made, in another thread, before the table of requests has it."""
+
+    request_id: str
+    is_aborted: bool = False
+
+
 class AsyncLLM:
     """A model on a backend for one asyncio event loop; settings and errors as for `LLM`.
 
@@ -153,6 +162,7 @@ class AsyncLLM:
         with suppress(RuntimeError):  # none is running yet
             self._join(event_loop or asyncio.get_running_loop())
         self._requests = RequestTable()
+        self._making: set[_Making] = set()
         self._ids = itertools.count()
         self._closed = False
         config = EngineConfig.from_arguments(model, settings)
@@ -236,14 +246,23 @@ class AsyncLLM:
             await self.load_adapter(lora_request)
         adapter = adapter_name(lora_request, lambda loaded: None)
         outputs = OutputStream(note)
-        recipient, name = Recipient(outputs.put, outputs.fail), self._name(request_id)
+        recipient, making = Recipient(outputs.put, outputs.fail), _Making(self._name(request_id))
+        name = making.request_id
+        self._check_open()
         request: AnyRequest
         if isinstance(params, BeamSearchParams):
             request, command = self._maker.beam_search(name, prompt, params, priority, recipient, adapter)
+        elif isinstance(params, SamplingParams) and (params.structured_outputs or params.bad_words):
+            # Grammars and many words take long; meanwhile `abort` and `close` are to find the request.
+            number = self._maker.next_number()
+            self._making.add(making)
+            try:
+                make = partial(self._maker.generation, name, prompt, params, priority, recipient, adapter, number)
+                request, command = await asyncio.to_thread(make)
+            finally:
+                self._making.discard(making)
         else:
-            make = partial(self._maker.generation, name, prompt, params, priority, recipient, adapter)
-            takes_long = isinstance(params, SamplingParams) and (params.structured_outputs or params.bad_words)
-            request, command = await asyncio.to_thread(make) if takes_long else make()
+            request, command = self._maker.generation(name, prompt, params, priority, recipient, adapter)
         timer = None
         if timeout is not None:
             late = RequestTimeout(
@@ -251,6 +270,11 @@ class AsyncLLM:
             )
             timer = asyncio.get_running_loop().call_later(timeout, outputs.fail, late)
         try:
+            if making.is_aborted:
+                self._requests.add(request)
+                self._requests.abort(name)
+                yield outputs
+                return
             async with self._asked(request, command):
                 yield outputs
         finally:
@@ -291,6 +315,7 @@ class AsyncLLM:
         self, prompt: Prompt | TokenizedPrompt, params: PoolingParams | None = None, request_id: str | None = None
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Return what is made of a prompt's hidden states, as the parameters say, or else as the model is for; errors as for `generate`."""
+        self._check_open()
         outputs = OutputStream[PoolingRequestOutput[PoolingOutput]]()
         recipient = Recipient(outputs.put, outputs.fail)
         request, command = self._maker.pooling(self._name(request_id), prompt, params, recipient)
@@ -448,7 +473,9 @@ class AsyncLLM:
 
     def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
         """End a request, several, or all; whoever reads one gets what was streamed of it, with the finish reason "abort"."""
-        given = [request_ids] if isinstance(request_ids, str) else request_ids
+        given = [request_ids] if isinstance(request_ids, str) else None if request_ids is None else list(request_ids)
+        for making in self._making:
+            making.is_aborted |= given is None or making.request_id in given
         keys = [self._requests.abort(name) for name in list(self._requests.ids if given is None else given)]
         self._tell(Abort(tuple(key for key in keys if key is not None)))
 
@@ -458,7 +485,7 @@ class AsyncLLM:
         Where it is paused, asleep or without weights, they have no end: they are aborted.
         """
         self._closed = True
-        while len(self._requests):
+        while len(self._requests) or self._making:
             try:
                 await self._call(CheckStep())
             except (EngineAsleep, WeightsMissing):
@@ -486,7 +513,6 @@ class AsyncLLM:
     @asynccontextmanager
     async def _asked(self, request: AnyRequest, command: Generate | Embed) -> AsyncIterator[None]:
         """Queue a request; it is aborted where the context ends before its last output has come."""
-        self._check_open()
         self._requests.add(request)
         try:
             try:

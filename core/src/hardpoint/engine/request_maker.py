@@ -107,6 +107,10 @@ class RequestMaker:
         self._grammars.check(params.to_sequence_sampling(0, (), 0, 0, self._eos_ids, text, bad_words=bad_words))
         return text
 
+    def next_number(self) -> int:
+        """Return a number for the next request, by which it is seeded where it names no seed: requests are numbered as they come."""
+        return next(self._numbers)
+
     def generation(
         self,
         request_id: str,
@@ -115,6 +119,7 @@ class RequestMaker:
         priority: int,
         recipient: Recipient,
         adapter: str = "",
+        number: int | None = None,
     ) -> tuple[Request, Generate]:
         """Return a generation request and the command that queues it; raises InvalidRequest, ConfigError.
 
@@ -122,6 +127,7 @@ class RequestMaker:
 
         Args:
             adapter: name of one that is loaded; empty for none.
+            number: that `next_number` gave for it; None for the next.
         """
         self._check_request(request_id, priority)
         check_params(params, SamplingParams)
@@ -149,7 +155,7 @@ class RequestMaker:
                 found=f"the engine runs at most {self._config.max_num_seqs} sequences at a time",
                 hint="Lower n or best_of, or raise max_num_seqs",
             )
-        seed = unseeded(self._config.seed, next(self._numbers))
+        seed = unseeded(self._config.seed, self.next_number() if number is None else number)
         command = Generate(
             key=next(self._keys),
             prompt_token_ids=tokens.token_ids,
@@ -225,7 +231,7 @@ class RequestMaker:
             )
         eos_ids = () if params.ignore_eos else tuple(sorted(self._eos_ids))
         one = SamplingParams(temperature=params.temperature, logprobs=candidates, ignore_eos=True)
-        seed = unseeded(self._config.seed, next(self._numbers))
+        seed = unseeded(self._config.seed, self.next_number())
         command = Generate(
             key=next(self._keys),
             prompt_token_ids=tokens.token_ids,

@@ -11,6 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 
+def _told(cause: BaseException) -> str:
+    """Return an error's class and text; who waits for it is to learn of it also where its text cannot be made."""
+    try:
+        return f"{type(cause).__name__}: {cause}"
+    except Exception as error:
+        return f"{type(cause).__name__}, whose text cannot be made ({type(error).__name__})"
+
+
 class HardpointError(Exception):
     """Base of all errors that Hardpoint raises on purpose.
 
@@ -235,7 +243,7 @@ class RanksDiverged(MemoryFault):
         """Return the error for `what` (as "commit a sleep"), in which the ranks failed so."""
         error = cls(
             f"cannot {what} on every rank",
-            found="; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in failures.items()),
+            found="; ".join(f"rank {rank}: {_told(cause)}" for rank, cause in failures.items()),
             hint="wake_up() brings the ranks together where they can be; otherwise make a new engine",
         )
         error.ranks = tuple(failures)
@@ -301,7 +309,7 @@ class WorkerError(HardpointError, RuntimeError):
     @classmethod
     def of(cls, cause: Exception) -> WorkerError:
         """Return the error for a step that `cause` ended; chain it to `cause`."""
-        return cls("the worker failed in a step", found=f"{type(cause).__name__}: {cause}", hint="The cause is chained")
+        return cls("the worker failed in a step", found=_told(cause), hint="The cause is chained")
 
 
 class OutputFailed(WorkerError):
@@ -315,7 +323,7 @@ class OutputFailed(WorkerError):
         """Return the error for what `cause` ended; chain it to `cause`."""
         if isinstance(cause, HardpointError):
             return cls(cause.problem, found=cause.found, hint=cause.hint)
-        return cls("the step's output could not be made", found=f"{type(cause).__name__}: {cause}")
+        return cls("the step's output could not be made", found=_told(cause))
 
 
 class NothingToCollect(WorkerError):
@@ -354,7 +362,7 @@ class ParticipantError(HardpointError, RuntimeError):
     @classmethod
     def of(cls, participant: str, what: str, cause: Exception) -> ParticipantError:
         """Return the error for `participant`, which failed in its method `what`."""
-        error = cls(f"the participant '{participant}' failed in {what}", found=f"{type(cause).__name__}: {cause}")
+        error = cls(f"the participant '{participant}' failed in {what}", found=_told(cause))
         error.participant = participant
         return error
 

@@ -92,7 +92,7 @@ class Participants:
                 if isinstance(error, Exception):
                     raise ParticipantError.of(entry.name, "before_sleep", error) from error
                 raise
-            # Also those that sleep already: it may have been registered since, and waits for them now.
+            # Also tags asleep already whose copies this sleep drops: one registered since is told of them here first.
             entry.asleep |= plan.tags or tags
 
     def after_wake(self, asleep: frozenset[str]) -> None:
