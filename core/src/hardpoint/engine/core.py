@@ -215,7 +215,7 @@ class EngineCore:
         check_sleep(config, resolved, memory, settings)
         self._worker_config = worker_config = config.worker_config(prepared_sleep(config, resolved, settings))
         if config.num_ranks > 1:
-            # Imported here: worker.ranks imports torch, which an engine with one rank in another process does without.
+            # Imported here: worker.ranks imports torch, and an engine whose ranks are in other processes does without.
             from hardpoint.worker.ranks import check_claims
 
             check_claims(worker_config, resolved.descriptor, resolved.device)

@@ -121,14 +121,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-_MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1 << 16) | {"num_labels": 1 << 20}
+_MAX_COUNTS = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1 << 16) | {"num_labels": 1 << 20}
 """Beyond any model's: transformers' configurations make an entry for each of them, whatever they are read for."""
 
 
 def check_counts(file: Path, written: Mapping[str, Any]) -> None:
     """Raise ModelError for a number, of the model or a part of it, of which transformers would make a list without end."""
     for part in (written, *(value for value in written.values() if isinstance(value, Mapping))):
-        for name, most in _MOST.items():
+        for name, most in _MAX_COUNTS.items():
             value = part.get(name)
             if isinstance(value, (int, float)) and not value <= most:
                 raise ModelError(
