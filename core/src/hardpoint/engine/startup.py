@@ -60,12 +60,13 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         config = replace(config, model=str(source.hub if elsewhere else source.path), revision=None)
     params = _recommended_params(source)
     config = _with_draft_model(config)
+    vocabulary = _tokenizers_model(config, source)
     with ThreadPoolExecutor(1) as background:
         # The tokenizer loads beside the weights, which are read and converted outside the interpreter lock.
-        tokenizer = background.submit(_load_tokenizer, config, source)
+        tokenizer = background.submit(_load_tokenizer, config, vocabulary)
         loop = make_loop(config)
         try:
-            eos_ids = frozenset(source.eos_token_ids_with(_tokenizers_model(config, source)))
+            eos_ids = frozenset(source.eos_token_ids_with(vocabulary))
             pooling = source.pooling_defaults
             media = Media(config, loop.model, source.path, tokenizer.result())
             maker = RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)
@@ -133,7 +134,7 @@ def _with_draft_model(config: EngineConfig) -> EngineConfig:
 def _load_tokenizer(config: EngineConfig, source: ModelSource) -> PreTrainedTokenizerBase | None:
     if config.skip_tokenizer_init:
         return None
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(_tokenizers_model(config, source), config.trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.trust_remote_code)
     return tokenizer
 
 

@@ -121,7 +121,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-_MAX_COUNTS = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1 << 16) | {"num_labels": 1 << 20}
+_MAX_COUNTS = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1 << 16) | {
+    "num_labels": 1 << 20
+}
 """Beyond any model's: transformers' configurations make an entry for each of them, whatever they are read for."""
 
 
