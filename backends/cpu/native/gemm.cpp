@@ -15,6 +15,7 @@ namespace hp {
 namespace {
 
 constexpr int64_t kFewRows = 8;         // up to here a layer is bound by the weights' bytes
+constexpr int64_t kDotRows = 2;         // up to here even a slow dot product of bf16 is the faster one
 constexpr int64_t kItemsPerThread = 8;  // enough that one item more or less per thread is a small difference
 constexpr int64_t kMinItemRows = 48;
 constexpr int64_t kAlignment = 64;
@@ -34,6 +35,14 @@ int64_t thread_bytes(int64_t m, int64_t k, DType dtype) {
 }
 int64_t workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks, int threads) {
   return converted_bytes(m, k, dtype, in_blocks) + threads * thread_bytes(m, k, dtype);
+}
+
+const LinearKernels& linear_kernels_for(int64_t rows) {
+#ifdef HP_HAVE_X86_ISAS
+  // Few rows wait for the weights: with fewer instructions the processor looks further ahead.
+  if (rows <= kDotRows && active_isa() == Isa::Avx512Vnni && has_slow_bf16_dot()) return avx512bf16::linear_kernels();
+#endif
+  return HP_DISPATCH_AND_AMX(linear_kernels);
 }
 
 template <class F>
@@ -147,7 +156,7 @@ int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks
 int64_t spare_lines(const LinearCall& call) {
   const PackedWeight& weight = call.weight;
   if (weight.blocks != BlockFormat::None) return 0;
-  const int64_t steps = HP_DISPATCH_AND_AMX(linear_kernels).fetching_steps(weight, call.m);
+  const int64_t steps = linear_kernels_for(call.m).fetching_steps(weight, call.m);
   return std::max<int64_t>(0, steps - num_tiles(weight.n) * weight.tile_stride() / kLineBytes);
 }
 
@@ -156,7 +165,7 @@ void linear(const LinearCall& call) { linear(call, RowProducer{}); }
 void linear(const LinearCall& call, const RowProducer& producer) {
   if (call.m == 0) return;
   ThreadPool& pool = ThreadPool::global();
-  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  const LinearKernels& kernels = linear_kernels_for(call.m);
   const BlockKernels& blocks = HP_DISPATCH_WITH_VNNI(block_kernels);
   const PackedWeight& weight = call.weight;
   const bool in_blocks = weight.blocks != BlockFormat::None;

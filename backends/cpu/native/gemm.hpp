@@ -7,10 +7,10 @@
 // plain tensor's when N is a multiple of 16 (and K even for BF16). A gated pair (gate and up projections) is stored as one weight
 // whose even tiles are gate columns and whose odd tiles are up columns.
 //
-// Every output element is one fp32 accumulator that takes its k terms in ascending order with the same instructions, whatever
-// the number of rows, threads or columns: a row's result does not depend on the batch it is computed in, bit for bit. It does depend
-// on the instruction set. At the level `amx` BF16 weights are multiplied by tiles, which take 32 terms at a time (amx.hpp): the sums
-// differ from those of avx512bf16, so even one row alone is multiplied by tiles.
+// Every output element is one fp32 accumulator that takes its k terms in ascending order (of a pair of bf16, the second one first, as the
+// dot product instruction has it), whatever the number of rows, threads or columns: a row's result does not depend on the batch it is
+// computed in, bit for bit. It does depend on the instruction set. At the level `amx` BF16 weights are multiplied by tiles, which take
+// 32 terms at a time (amx.hpp): the sums differ from those of avx512bf16, so even one row alone is multiplied by tiles.
 #pragma once
 #include <cstddef>
 #include <cstdint>

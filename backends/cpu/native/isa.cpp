@@ -54,16 +54,6 @@ bool supported(Isa isa) {
 #endif
 }
 
-// A BF16 dot product of 512 bits takes Golden Cove, the core of Intel's processors that have it with VNNI, two cycles, in which it does
-// twice as many multiply-adds in fp32 (measured: 1.5 and 6 instructions per nanosecond). AMD's cores do one or two per cycle.
-bool has_slow_bf16_dot() {
-#ifdef HP_HAVE_X86_ISAS
-  return __builtin_cpu_is("intel");
-#else
-  return false;
-#endif
-}
-
 Isa fastest() {
   const Isa best = available_isas().back();
   return best == Isa::Avx512Bf16 && has_slow_bf16_dot() ? Isa::Avx512Vnni : best;
@@ -114,6 +104,17 @@ Isa active_isa() {
     if (!g_active.compare_exchange_strong(expected, current)) current = expected;
   }
   return static_cast<Isa>(current);
+}
+
+// A BF16 dot product of 512 bits takes Golden Cove, the core of Intel's processors that have it with VNNI, two cycles, in which it does
+// twice as many multiply-adds in fp32 (measured: 1.5 and 6 instructions per nanosecond). AMD's cores do one or two per cycle.
+bool has_slow_bf16_dot() {
+#ifdef HP_HAVE_X86_ISAS
+  static const bool slow = supported(Isa::Avx512Bf16) && __builtin_cpu_is("intel");
+  return slow;
+#else
+  return false;
+#endif
 }
 
 void set_isa(const std::string& name) { g_active.store(static_cast<int>(parse(name, "set_isa"))); }

@@ -15,9 +15,13 @@ const char* isa_name(Isa isa);
 std::vector<Isa> available_isas();
 
 // The level in use: HARDPOINT_CPU_ISA (baseline, avx2, avx512, avx512vnni, avx512bf16, amx), else the fastest available one: the highest,
-// but on Intel's processors avx512vnni rather than avx512bf16.
+// but avx512vnni rather than avx512bf16 where the BF16 dot product is slow.
 // Throws std::invalid_argument when the variable names a level that is unknown or not available here.
 Isa active_isa();
+
+// Whether this processor's BF16 dot product does fewer multiply-adds in a cycle than those in fp32 do: Intel's. There few rows take it at the
+// level avx512vnni too, with the bits of the others (gemm.hpp).
+bool has_slow_bf16_dot();
 
 // Changes the level for the whole process; takes effect with the next kernel call. Throws as active_isa does.
 void set_isa(const std::string& name);

@@ -119,6 +119,27 @@ def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads
             assert torch.equal(part, whole[-rows:]), f"{rows} rows, {threads} threads"
 
 
+@pytest.mark.parametrize("exponents", [range(40, 70), range(256)], ids=["tiny", "any"])
+def test_a_row_of_tiny_and_of_any_bfloat16_numbers_has_the_same_bits_in_every_batch(exponents: range) -> None:
+    """Sums and operands among the subnormal numbers, infinities and NaNs too: few rows may be multiplied by other instructions."""
+    n, k = 321, 40
+    generator = torch.Generator().manual_seed(3)
+
+    def numbers(rows: int) -> Tensor:
+        exponent = torch.randint(exponents.start, exponents.stop, (rows, k), generator=generator) << 7
+        exponent[torch.rand(rows, k, generator=generator) < 0.1] = 0
+        rest = torch.randint(0, 1 << 16, (rows, k), generator=generator) & 0x807F
+        return (exponent | rest).to(torch.uint16).view(torch.bfloat16)
+
+    tiles, x = pack(numbers(n)), numbers(60)
+    whole = linear(x, tiles, n, torch.empty(60, n))
+    assert exponents.stop == 256 or (whole != 0).any()
+    for rows in (1, 2, 3, 8, 20):
+        part = linear(x[-rows:], tiles, n, torch.empty(rows, n))
+        same = (part.view(torch.int32) == whole[-rows:].view(torch.int32)) | (part.isnan() & whole[-rows:].isnan())
+        assert same.all(), f"{rows} rows"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_output_in_the_models_dtype_is_the_rounded_float32_output_and_keeps_to_its_rows(dtype: torch.dtype) -> None:
     n, k = 37, 21

@@ -42,9 +42,26 @@ struct Rows {
   const X* at(int row, int64_t i) const { return base[row / 3] + row % 3 * stride + i; }
 };
 
+// Of arithmetic in which subnormal numbers are numbers.
+struct AllNumbers {};
+
+#if defined(HP_SIMD_AVX512)
+// Of arithmetic as the BF16 dot product has it: subnormal operands count as zeros, and subnormal results become zeros.
+class NormalNumbers {
+ public:
+  NormalNumbers() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+  ~NormalNumbers() { _mm_setcsr(before_); }
+  NormalNumbers(const NormalNumbers&) = delete;
+
+ private:
+  unsigned before_;
+};
+#endif
+
 // Weight formats: X is the element of a row of x, kStep the k terms that one step consumes.
 struct F32Format {
   using X = float;
+  using Numbers = AllNumbers;
   static constexpr int kStep = 1, kStepBytes = 64;
   template <int MR, int NT>
   static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
@@ -66,6 +83,7 @@ struct F32Format {
 
 struct F16Format {
   using X = float;
+  using Numbers = AllNumbers;
   static constexpr int kStep = 1, kStepBytes = 32;
   template <int MR, int NT>
   static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
@@ -88,6 +106,7 @@ struct F16Format {
 #if defined(HP_SIMD_AVX512BF16)
 struct Bf16Format {
   using X = uint16_t;
+  using Numbers = AllNumbers;
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
   static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
@@ -105,13 +124,19 @@ struct Bf16Format {
   }
 };
 #else
+// The same, bit for bit, where the vectors are of the dot product's width.
 struct Bf16Format {
   using X = float;
+#if defined(HP_SIMD_AVX512)
+  using Numbers = NormalNumbers;
+#else
+  using Numbers = AllNumbers;
+#endif
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
   static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
 #pragma GCC unroll 2
-    for (int odd = 0; odd < 2; ++odd) {
+    for (int odd = 1; odd >= 0; --odd) {
       vf b[NT][kTileVectors];
 #pragma GCC unroll 16
       for (int t = 0; t < NT; ++t)
@@ -513,6 +538,7 @@ void run_item_as(const LinearItem& item) {
     const int block_rows = static_cast<int>(end - begin);
     for (int t = 0; t < count; t += kTiles) {
       const int block_tiles = count - t < kTiles ? count - t : kTiles;
+      [[maybe_unused]] const typename Format::Numbers numbers{};
       micro_kernel_for<Format>(block_rows, block_tiles)(x + begin * item.x_stride, item.x_stride, tiles + t * stride, stride, steps,
                                                         fetching.next(steps), c + t * kTileColumns);
     }
