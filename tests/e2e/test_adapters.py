@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from hardpoint.interfaces.errors import (
     EngineAsleep,
     InvalidAdapter,
     InvalidRequest,
+    RequestNeverFits,
 )
 from tests.adapter_folders import adapter_tensors, merged, write_adapter
 from tests.picture_models import save_picture_model
@@ -272,6 +274,35 @@ def test_statistics_and_metrics_say_what_became_of_adapters(folder: Path, reques
         assert values["hardpoint:lora_loads"] == 4
         assert values["hardpoint:lora_unloads"] == 1
         assert values["hardpoint:lora_evictions"] == 2
+
+
+def test_a_request_that_waits_for_room_is_checked_before_and_ends_alone(
+    folder: Path, requests: list[LoRARequest | None], tmp_path: Path
+) -> None:
+    """What can be known when it comes refuses it then; that its adapter cannot be read again is known when its turn comes."""
+    _, first, *_ = requests
+    assert first is not None
+    lost = write_adapter(tmp_path / "lost", adapter_tensors(BASE, 3, rank=4))
+    limits = {"max_loras": 1, "max_cpu_loras": 1, "num_device_blocks": 2, "block_size": 32, "max_model_len": 128}
+    with engine(folder / "base", enable_lora=True, **limits) as llm:
+        llm.load_adapter(first)
+        expected = answers(llm, PROMPTS[1:2], lora_request="a0")[0][0]
+        llm.load_adapter(LoRARequest("lost", 9, str(lost)))
+        llm.engine.add_request("a0", PROMPTS[1], GREEDY, lora_request="a0")
+        with pytest.raises(RequestNeverFits, match="100 tokens"):
+            llm.engine.add_request("never", {"prompt_token_ids": [5] * 100}, GREEDY, lora_request="lost")
+        llm.engine.add_request("lost", PROMPTS[2], GREEDY, lora_request="lost")
+        shutil.rmtree(lost)
+        outputs: list[Any] = []
+        errors: list[str] = []
+        while llm.engine.has_unfinished_requests():
+            try:
+                outputs += llm.engine.step()
+            except InvalidAdapter as error:
+                errors.append(str(error))
+        assert [str(lost) in error for error in errors] == [True]
+        assert {one.request_id: list(one.outputs[0].token_ids) for one in outputs} == {"a0": expected}
+        assert not llm.stats().adapters.waiting
 
 
 def test_requests_that_come_while_a_sleep_waits_keep_their_adapters(

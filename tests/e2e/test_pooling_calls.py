@@ -309,6 +309,8 @@ def test_pairs_that_cannot_be_scored_are_refused(
             llm.score(QUERY, [])
         with pytest.raises(InvalidRequest, match="data_2 must be a text or a list of texts"):
             llm.score(QUERY, [5])  # type: ignore[list-item]
+        with pytest.raises(InvalidRequest, match="data_2 must be a text or a list of texts"):
+            llm.score(QUERY, {"content": QUERY})  # type: ignore[arg-type]
         with pytest.raises(PromptTooLong):
             llm.score(QUERY, ["long " * 60])
     with pytest.raises(InvalidRequest, match="chat_template is of models whose head"):

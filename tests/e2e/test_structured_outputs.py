@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,6 +18,9 @@ import pytest
 import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.interfaces.errors import InvalidSamplingParams
@@ -337,3 +342,14 @@ def test_what_only_looks_endless_is_served(random: LLM, asked: dict[str, Any]) -
 def test_an_engine_without_tokenizer_says_so(make_shallow: Make) -> None:
     with make_shallow() as llm, pytest.raises(InvalidSamplingParams, match="need the model's tokenizer"):
         llm.generate([PROMPT], params(structured_outputs={"regex": "a"}), use_tqdm=False)
+
+
+def test_a_tokenizer_of_whole_words_says_so(make_engine: Any, shallow: Model, tmp_path: Path) -> None:
+    """It has no decoder, which would tell the bytes of a token."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "moon": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    shutil.copy(Path(shallow.path) / "config.json", tmp_path)
+    with make_engine(shallow.path, tokenizer=str(tmp_path)) as llm:
+        with pytest.raises(InvalidSamplingParams, match="the bytes of each token"):
+            llm.generate(["moon"], params(structured_outputs={"regex": "a"}), use_tqdm=False)
+        assert llm.generate(["moon"], params(max_tokens=1), use_tqdm=False)

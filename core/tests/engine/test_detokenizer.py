@@ -152,8 +152,12 @@ def test_text_after_bytes_of_the_prompt_is_new_text_alone(metaspace: Any, kind: 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 @pytest.mark.parametrize(
     ("prompt", "cut", "text", "shown"),
-    [("a word \ufffd", 0, " and fish.", " and fish."), ("fun 🎉", 1, "🎉 ok", "🎉 ok")],
-    ids=["ends with U+FFFD", "cut within a character"],
+    [
+        ("a word \ufffd", 0, " and fish.", " and fish."),
+        ("fun 🎉", 1, "🎉 ok", "🎉 ok"),
+        ("fun \ufffd\ufffd🎉", 1, "🎉 ok", "🎉 ok"),
+    ],
+    ids=["ends with U+FFFD", "cut within a character", "cut within a character after U+FFFD"],
 )
 def test_nothing_of_a_prompt_is_in_the_text(
     tokenizer: Any, kind: str, prompt: str, cut: int, text: str, shown: str

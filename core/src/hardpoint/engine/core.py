@@ -424,6 +424,12 @@ class EngineCore:
 
     def _take(self, command: Generate | Embed) -> None:
         self._check_admission()
+        # Also of one that is to wait, so that it is refused now and not in the midst of others.
+        num_tokens = len(command.prompt_token_ids)
+        if isinstance(command, Embed):
+            self.scheduler.check_fits(num_tokens, pooling=True)
+        else:
+            self.scheduler.check_fits(num_tokens, len(command.sampling), beams=command.beams is not None)
         if self._drain is None:
             self._begin(command)
             return

@@ -285,5 +285,7 @@ class _OffsetDecoder:
 
 def _after(before: str, text: str) -> str:
     """Return what a text has beyond the one before, at whose end a character may have been incomplete."""
-    known = before if text.startswith(before) else before.rstrip(_REPLACEMENT)
-    return text[len(known) :]
+    # Only what the new text has otherwise was incomplete: other replacement characters are of the text before.
+    while before.endswith(_REPLACEMENT) and not text.startswith(before):
+        before = before[:-1]
+    return text[len(before) :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +175,7 @@ def cosine_score(
 
 
 def _texts(name: str, given: Any) -> list[str]:
-    many = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    many = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
     if not all(isinstance(one, str) for one in many):
         raise InvalidRequest(f"{name} must be a text or a list of texts", found=shown(given))
     if not many:

@@ -64,6 +64,8 @@ class GrammarTokenizer:
     Args:
         backend: a tokenizer of the `tokenizers` library.
         vocab_size: columns of the model's logits, which may be more or fewer than the tokenizer's tokens.
+
+    Raises InvalidSamplingParams for a tokenizer whose tokens are not known as bytes.
     """
 
     def __init__(self, backend: Any, vocab_size: int) -> None:
@@ -74,7 +76,14 @@ class GrammarTokenizer:
         own.add_special_tokens([name])
         self.end: int = own.token_to_id(name)
         size = max(self.end + 1, vocab_size)
-        self.tokenizer = llguidance().LLTokenizer(own.to_str(), n_vocab=size, eos_token=self.end)
+        try:
+            self.tokenizer = llguidance().LLTokenizer(own.to_str(), n_vocab=size, eos_token=self.end)
+        except ValueError as error:
+            raise InvalidSamplingParams(
+                "structured_outputs need a tokenizer that tells the bytes of each token",
+                found=str(error)[:_SHOWN],
+                hint="Leave structured_outputs out, or give a tokenizer with a decoder of bytes, WordPiece or Metaspace",
+            ) from error
         self.words = -(-size // 32)
 
     def mask(self, matcher: Any) -> Int32Array | None:
@@ -136,7 +145,7 @@ class Grammars:
         return guides
 
     def tokenizer(self) -> GrammarTokenizer:
-        """Return the model's tokenizer, which is made once; raises ConfigError, ModelError."""
+        """Return the model's tokenizer, which is made once; raises ConfigError, InvalidSamplingParams, ModelError."""
         with _loading:
             return _tokenizer_of(self._load, self._vocab_size)
 

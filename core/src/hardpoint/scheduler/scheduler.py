@@ -86,6 +86,35 @@ class Scheduler:
 
     # Requests
 
+    def check_fits(self, length: int, n: int = 1, *, pooling: bool = False, beams: bool = False) -> None:
+        """Raise EmptyPrompt, PromptTooLong or RequestNeverFits for a prompt of `length` tokens that `add_request` would never take."""
+        new_tokens = 0 if pooling else 1
+        config = self.config
+        if length == 0:
+            raise EmptyPrompt(
+                "the prompt has no tokens", hint="Give at least one token, such as the model's start of text"
+            )
+        if length + new_tokens > config.max_model_len:
+            raise PromptTooLong(
+                "the prompt does not fit the context",
+                found=f"{length} tokens, with a context of {config.max_model_len}",
+                hint="Shorten the prompt or raise max_model_len",
+            )
+        if length + new_tokens > (config.beam_tokens(n) if beams else config.pool_tokens):
+            raise RequestNeverFits(
+                "the prompt does not fit the KV cache",
+                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}"
+                + (f" for {len(config.group_windows)} KV cache groups" if len(config.group_windows) > 1 else "")
+                + (f" and {n} beams" if beams else ""),
+                hint="Shorten the prompt or give the KV cache more memory",
+            )
+        if n > config.max_num_seqs:
+            raise RequestNeverFits(
+                "the request has more sequences than can run at once",
+                found=f"n={n}, with max_num_seqs={config.max_num_seqs}",
+                hint="Lower n or raise max_num_seqs",
+            )
+
     def add_request(
         self,
         prompt_token_ids: TokenIds,
@@ -135,27 +164,8 @@ class Scheduler:
             PromptTooLong: the prompt and one new token exceed `max_model_len`.
             RequestNeverFits: the prompt and one new token exceed the KV cache, or n exceeds `max_num_seqs`.
         """
-        length = len(prompt_token_ids)
-        new_tokens = 0 if pooling else 1
+        self.check_fits(len(prompt_token_ids), n, pooling=pooling, beams=beams)
         config = self.config
-        if length == 0:
-            raise EmptyPrompt(
-                "the prompt has no tokens", hint="Give at least one token, such as the model's start of text"
-            )
-        if length + new_tokens > config.max_model_len:
-            raise PromptTooLong(
-                "the prompt does not fit the context",
-                found=f"{length} tokens, with a context of {config.max_model_len}",
-                hint="Shorten the prompt or raise max_model_len",
-            )
-        if length + new_tokens > (config.beam_tokens(n) if beams else config.pool_tokens):
-            raise RequestNeverFits(
-                "the prompt does not fit the KV cache",
-                found=f"{length} tokens, with {config.num_device_blocks} blocks of {config.block_size}"
-                + (f" for {len(config.group_windows)} KV cache groups" if len(config.group_windows) > 1 else "")
-                + (f" and {n} beams" if beams else ""),
-                hint="Shorten the prompt or give the KV cache more memory",
-            )
         if n < 1 or min_tokens < 0 or (max_tokens is not None and (max_tokens < 1 or min_tokens > max_tokens)):
             raise InvalidSamplingParams(
                 "n and max_tokens are at least 1, and min_tokens between 0 and max_tokens",
@@ -163,12 +173,6 @@ class Scheduler:
             )
         if pooling and n != 1:
             raise InvalidSamplingParams("an embedding request has one sequence", found=f"n={n}")
-        if n > config.max_num_seqs:
-            raise RequestNeverFits(
-                "the request has more sequences than can run at once",
-                found=f"n={n}, with max_num_seqs={config.max_num_seqs}",
-                hint="Lower n or raise max_num_seqs",
-            )
         token_limit = self._token_limit
         if contents:
             prompt_token_ids, token_limit = self._with_contents(prompt_token_ids, contents), _TOKEN_LIMIT
