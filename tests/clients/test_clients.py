@@ -169,20 +169,39 @@ def test_dspy(url: str) -> None:
     assert model.history[-1]["usage"]["completion_tokens"] > 0
 
 
-def test_guidellm(url: str, tokenizer: str, environment: dict[str, str], tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    run(
-        "guidellm",
-        "run",
-        f"--backend=kind=openai_http,target={url}",
-        "--profile=kind=concurrent,streams=2",
-        "--constraint=kind=max_requests,count=6",
-        f"--tokenizer=kind=hf_auto,model={tokenizer}",
-        "--data=kind=synthetic_text,prompt_tokens=16,output_tokens=8",
-        f"--output=kind=json,path={file}",
-        "--disable-progress",
-        environment=environment,
-    )
-    (benchmark,) = json.loads(file.read_text())["benchmarks"]
+GUIDELLM = (
+    "run",
+    "--profile=kind=concurrent,streams=2",
+    "--constraint=kind=max_requests,count=6",
+    "--data=kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+    "--disable-progress",
+)
+
+
+def check_guidellm(report: Path) -> None:
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"], totals["incomplete"]) == (6, 0, 0)
+    assert {one["output_tokens"] for one in benchmark["requests"]["successful"]} == {8}
+    assert all(one["time_to_first_token_ms"] > 0 for one in benchmark["requests"]["successful"])
+
+
+def test_guidellm(url: str, tokenizer: str, environment: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    server = f"--backend=kind=openai_http,target={url}"
+    where = [f"--tokenizer=kind=hf_auto,model={tokenizer}", f"--output=kind=json,path={file}"]
+    run("guidellm", *GUIDELLM, server, *where, environment=environment)
+    check_guidellm(file)
+
+
+@pytest.mark.parametrize("kind", ["vllm_python", "vllm_python_batch"])
+def test_guidellm_over_an_engine_of_vllms_interface(
+    kind: str, tokenizer: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Its processes are spawned, and find vLLM's names there, too."""
+    file = tmp_path / "report.json"
+    program = Path(sys.executable).with_name("guidellm")
+    engine = json.dumps({"kind": kind, "model": "demo", "vllm_config": {"max_model_len": 512, "device": "cpu"}})
+    where = [f"--tokenizer=kind=hf_auto,model={tokenizer}", f"--output=kind=json,path={file}"]
+    run("hardpoint.compat.vllm", str(program), *GUIDELLM, f"--backend={engine}", *where, environment=environment)
+    check_guidellm(file)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -23,10 +25,12 @@ from hardpoint.compat.vllm import (
     BeamSearchParams,
     EngineArgs,
     FlexibleArgumentParser,
+    RequestOutput,
+    RequestOutputKind,
     SamplingParams,
 )
 from hardpoint.compat.vllm.arguments import engine_settings
-from hardpoint.interfaces.errors import ConfigError, InvalidRequest, SleepRefused
+from hardpoint.interfaces.errors import ConfigError, EngineAsleep, InvalidRequest, SleepRefused
 from hardpoint_conformance.tiny_model import Shape, tiny_model
 
 SETTINGS = {"backend": "cpu", "dtype": "float32", "num_device_blocks": 16, "skip_tokenizer_init": True}
@@ -175,6 +179,72 @@ def test_a_beam_search_takes_their_options(llm: LLM) -> None:
         llm.beam_search([PROMPT], params, lora_request=hardpoint.LoRARequest("a", 1, "a"))
 
 
+def test_outputs_have_their_fields_and_clocks(llm: LLM) -> None:
+    before, started = time.time(), time.monotonic()
+    (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert isinstance(output, RequestOutput)
+    assert (output.lora_request, output.encoder_prompt, output.kv_transfer_params) == (None, None, None)
+    assert (output.outputs[0].lora_request, output.outputs[0].routed_experts) == (None, None)
+    metrics: Any = output.metrics
+    assert metrics.num_generation_tokens == 3
+    assert before <= metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time <= time.time()
+    times = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
+    times = [started, *times, time.monotonic()]
+    assert times == sorted(times)
+    assert metrics.first_token_latency == pytest.approx(metrics.first_token_ts - metrics.queued_ts)
+    assert pickle.loads(pickle.dumps(output)) == output
+
+    # Of what is new in each step, tokens are counted together.
+    engine = llm.llm_engine
+    params = SamplingParams(max_tokens=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("counted", PROMPT, params)
+    counts = []
+    while engine.has_unfinished_requests():
+        counts += [one.metrics.num_generation_tokens for one in engine.step()]
+    assert counts == [1, 2, 3]
+    engine.add_request("pooled", PROMPT, hardpoint.PoolingParams())
+    (pooled,) = [one for _ in iter(engine.has_unfinished_requests, False) for one in engine.step()]
+    assert isinstance(pooled.outputs.data, torch.Tensor)
+
+
+def test_what_is_not_here_is_refused_by_name_and_absent_for_who_asks(llm: LLM) -> None:
+    parts = [llm, llm.llm_engine, llm.model_config, llm.llm_engine.model_executor, EngineArgs()]
+    names = ["enqueue", "engine_core", "hf_config", "save_sharded_state", "create_engine_config"]
+    for part, name in zip(parts, names, strict=True):
+        assert not hasattr(part, name)
+        with pytest.raises(InvalidRequest, match=f"Hardpoint has nothing for '{name}'"):
+            getattr(part, name)
+    assert llm.model_config.dtype is torch.float32
+    with pytest.raises(AttributeError, match="no attribute 'typo'"):
+        _ = llm.typo
+    with pytest.raises(InvalidRequest, match="profile_prefix is not supported"):
+        llm.start_profile(profile_prefix="x")
+    with pytest.raises(InvalidRequest, match="data_2 must be a text or a list of texts"):
+        llm.score("a", {"content": []})  # type: ignore[arg-type]
+
+
+def test_a_pause_ends_with_the_tag_scheduling(llm: LLM) -> None:
+    llm.sleep(level=0)
+    llm.wake_up(tags=["scheduling"])
+    assert not llm.is_sleeping()
+    llm.sleep(level=1)
+    with pytest.raises(EngineAsleep):
+        llm.wake_up(tags=["scheduling"])
+    llm.wake_up(tags=["weights", "kv_cache", "scheduling"])
+    assert not llm.is_sleeping()
+
+
+def test_settings_of_drafts_that_change_no_text_are_taken() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": None}
+    taken = {"draft_tensor_parallel_size": 1, "enforce_eager": True, "parallel_drafting": False}
+    assert engine_settings({"speculative_config": given | taken}) == {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}
+    }
+    settings = engine_settings({"speculative_config": given | {"draft_tensor_parallel_size": 2}})
+    with pytest.raises(ConfigError, match="'draft_tensor_parallel_size' is not a setting"):
+        hardpoint.EngineConfig.from_arguments("demo", settings)
+
+
 def test_an_awaited_engine_has_their_calls() -> None:
     async def calls() -> list[Any]:
         settings: Any = {"backend": "cpu", "num_gpu_blocks_override": 16, "skip_tokenizer_init": True}
@@ -188,11 +258,19 @@ def test_an_awaited_engine_has_their_calls() -> None:
                 await engine.collective_rpc("shutdown")
             await engine.pause_generation(wait_for_inflight_requests=True)
             found.append(await engine.is_paused())
+            await engine.wake_up(tags=["scheduling"])
+            params = SamplingParams(max_tokens=2, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+            outputs = [one async for one in engine.generate(PROMPT, params, "one")]
+            assert outputs[-1].metrics.num_generation_tokens == 2
+            assert isinstance(outputs[-1], RequestOutput)
+            found += [engine.is_running, engine.errored, engine.tokenizer, await engine.is_tracing_enabled()]
+            with pytest.raises(InvalidRequest, match="nothing for 'vllm_config'"):
+                _ = engine.vllm_config
             return found
         finally:
             engine.shutdown()
 
-    assert asyncio.run(calls()) == [True, [False], True, True]
+    assert asyncio.run(calls()) == [True, [False], True, True, True, False, None, False]
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -216,8 +294,17 @@ def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:
             get_ip()
         except Exception as error:
             print(error)
+        def work(place):
+            import vllm
+            place.put(vllm.sampling_params.SamplingParams.__module__)
         if __name__ == "__main__":
-            import subprocess
+            import multiprocessing, subprocess
+            spawning = multiprocessing.get_context("spawn")
+            place = spawning.SimpleQueue()
+            spawned = spawning.Process(target=work, args=(place,))
+            spawned.start()
+            spawned.join()
+            print("spawned", spawned.exitcode or place.get())
             child = "from vllm import LLM; print('child', LLM.__module__)"
             subprocess.run([sys.executable, "-c", child], check=True)
         print(LLM.__module__, __name__, NAME, sys.argv[1:])
@@ -227,6 +314,7 @@ def test_a_script_that_imports_vllm_runs_unchanged(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "a call of vLLM's get_ip" in done.stdout
     assert "child hardpoint.compat.vllm.llm" in done.stdout
+    assert "spawned hardpoint.compat.vllm.requests" in done.stdout
     assert done.stdout.splitlines()[-1] == "hardpoint.compat.vllm.llm __main__ beside ['one', '--two']"
 
 

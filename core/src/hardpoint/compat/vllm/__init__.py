@@ -7,15 +7,16 @@ a program, before anything imports `vllm`. docs/moving-from-vllm.md says what wo
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from hardpoint import (
+    BeamSearchOutput,
     BeamSearchParams,
+    BeamSearchSequence,
     ClassificationRequestOutput,
-    CompletionOutput,
     EmbeddingRequestOutput,
     EmbedsPrompt,
     PoolingRequestOutput,
-    RequestOutput,
     RequestOutputKind,
     ScoringRequestOutput,
     TextPrompt,
@@ -26,6 +27,7 @@ from hardpoint.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, Flexi
 from hardpoint.compat.vllm.engines import AsyncLLM, LLMEngine
 from hardpoint.compat.vllm.llm import LLM
 from hardpoint.compat.vllm.requests import LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
+from hardpoint.compat.vllm.results import CompletionOutput, RequestOutput, RequestStateStats
 from hardpoint.compat.vllm.tools import (
     Counter,
     UsageContext,
@@ -48,13 +50,18 @@ from hardpoint.engine.outputs import (
     ScoringOutput,
 )
 from hardpoint.interfaces.errors import ConfigError
+from hardpoint.interfaces.errors import EngineDead as EngineDeadError
+from hardpoint.interfaces.errors import InvalidRequest as VLLMValidationError
+from hardpoint.interfaces.errors import WorkerError as EngineGenerateError
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
@@ -63,6 +70,8 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "EngineArgs",
+    "EngineDeadError",
+    "EngineGenerateError",
     "FlatLogprobs",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
@@ -75,6 +84,7 @@ __all__ = [
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestStateStats",
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
@@ -82,6 +92,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "UsageContext",
+    "VLLMValidationError",
     "cleanup_dist_env_and_memory",
     "get_ip",
     "get_open_port",
@@ -98,6 +109,10 @@ __version__ = "0.31.0"
 
 AsyncLLMEngine = AsyncLLM
 GuidedDecodingParams = StructuredOutputsParams
+
+
+def __getattr__(name: str) -> Any:
+    return paths.missing("vllm", name)
 
 
 def stand_in() -> None:

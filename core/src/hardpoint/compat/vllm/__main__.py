@@ -20,6 +20,8 @@ def main() -> None:
     del sys.argv[0]
     # As Python does it for a script.
     sys.path[0] = str(Path(script).resolve().parent)
+    # What multiprocessing spawns gets this process's path instead of PYTHONPATH.
+    sys.path.insert(1, for_children)
     runpy.run_path(script, run_name="__main__")
 
 

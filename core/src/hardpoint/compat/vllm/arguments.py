@@ -179,6 +179,14 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 _STRUCTURED = "structured_outputs_config"
 
+_OF_DRAFTS: Mapping[str, tuple[Any, ...]] = {
+    "disable_padded_drafter_batch": (False, True),
+    "draft_tensor_parallel_size": (1,),
+    "enforce_eager": (False, True),
+    "parallel_drafting": (False,),
+}
+"""Keys of `speculative_config` that are not here, with the values that change no text."""
+
 KNOWN = frozenset(_QUIET | _TUNING | _REFUSED.keys() | _CHOICES.keys() | {_STRUCTURED})
 """vLLM's arguments that are no settings of this engine."""
 
@@ -208,6 +216,10 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{name} is not supported", found=f"{name}={shown(value)}", hint=_REFUSED[name])
         elif name == "quantization":
             settings[name] = _quantization(value)
+        elif name == "speculative_config" and isinstance(value, Mapping):
+            settings[name] = {
+                key: one for key, one in value.items() if one is not None and not _is_in(one, _OF_DRAFTS.get(key, ()))
+            }
         elif name in _NAMES:
             settings[name] = value
         else:

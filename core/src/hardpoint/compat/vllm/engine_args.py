@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from hardpoint import EngineConfig
 from hardpoint.compat.vllm.arguments import KNOWN, SETTINGS
+from hardpoint.compat.vllm.requests import check_attribute
 from hardpoint.interfaces.errors import ConfigError
 from hardpoint.validation import did_you_mean
 
@@ -113,6 +114,11 @@ def _new(cls: Any, *_: Any, **given: Any) -> Any:
     return object.__new__(cls)
 
 
+def _not_here(engine_args: Any, name: str) -> Any:
+    check_attribute(name)
+    raise AttributeError(f"{type(engine_args).__name__!r} object has no attribute {name!r}")
+
+
 def _add_cli_args(parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:
     """Give a parser an option for each argument."""
     for name, default in _DEFAULTS.items():
@@ -160,6 +166,7 @@ def _make(name: str) -> Any:
         namespace={
             "__doc__": "Arguments of an engine by vLLM's names; raises ConfigError for a name that is none.",
             "__new__": _new,
+            "__getattr__": _not_here,
             "add_cli_args": staticmethod(_add_cli_args),
             "from_cli_args": classmethod(_from_cli_args),
         },

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import hardpoint
@@ -13,10 +12,12 @@ from hardpoint import EngineConfig, PoolingParams, PoolingRequestOutput, Request
 from hardpoint.compat.vllm.arguments import engine_settings, profile_folder
 from hardpoint.compat.vllm.engine_args import arguments_of
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
-from hardpoint.compat.vllm.requests import check_options, check_reset
+from hardpoint.compat.vllm.requests import Part, check_attribute, check_options, check_reset
+from hardpoint.compat.vllm.results import Account
+from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.inputs import Prompt
 from hardpoint.engine.outputs import PoolingOutput
-from hardpoint.interfaces.errors import InvalidRequest
+from hardpoint.interfaces.errors import EngineDead, InvalidRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,14 +58,26 @@ def with_tensor(output: PoolingRequestOutput[Any]) -> PoolingRequestOutput[Any]:
     return replace(output, outputs=PoolingOutput(torch.from_numpy(output.outputs.data)))  # type: ignore[arg-type]
 
 
+def model_config(info: EngineInfo, **more: Any) -> Part:
+    """Return what there is of vLLM's configuration of the model."""
+    import torch
+
+    return Part(max_model_len=info.max_model_len, dtype=getattr(torch, info.dtype), **more)
+
+
+def without_scheduling(tags: str | Iterable[str] | None) -> list[str] | None:
+    """Return tags of memory to wake; without "scheduling", which vLLM has for an engine that is paused and not asleep."""
+    named = [tags] if isinstance(tags, str) else tags
+    return None if named is None else [one for one in named if one != "scheduling"]
+
+
 class LLMEngine:
     """`hardpoint.LLMEngine` under vLLM's names; what is not written here is its own."""
 
     def __init__(self, engine: hardpoint.LLMEngine) -> None:
         self._engine = engine
-        self.model_config = SimpleNamespace(
-            max_model_len=engine.info.max_model_len, model=engine.config.model, dtype=engine.info.dtype
-        )
+        self._accounts: dict[str, Account] = {}
+        self.model_config = model_config(engine.info, model=engine.config.model)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, usage_context: Any = None, **_: Any) -> Self:
@@ -72,10 +85,10 @@ class LLMEngine:
         return cls(hardpoint.LLMEngine(_config(engine_args)))
 
     @property
-    def model_executor(self) -> SimpleNamespace:
+    def model_executor(self) -> Part:
         """The way on which trainers reach `load_weights` of the model."""
-        model = SimpleNamespace(load_weights=self._load_weights)
-        return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+        model = Part(load_weights=self._load_weights)
+        return Part(driver_worker=Part(model_runner=Part(model=model)))
 
     def add_request(
         self,
@@ -93,9 +106,40 @@ class LLMEngine:
             self._engine.add_pooling_request(request_id, prompt, params)
         else:
             self._engine.add_request(request_id, prompt, params, priority=priority, lora_request=lora_request)
+            self._accounts[request_id] = Account(params, lora_request)
 
-    def start_profile(self) -> None:
+    def step(self) -> list[Any]:
+        """Compute one step and return the outputs of requests that have something new; see `hardpoint.LLMEngine.step`."""
+        made: list[Any] = []
+        for one in self._engine.step():
+            if isinstance(one, RequestOutput):
+                account = self._accounts.get(one.request_id) or Account()
+                made.append(account.output(one))
+            else:
+                made.append(with_tensor(one))
+            if one.finished:
+                self._accounts.pop(one.request_id, None)
+        return made
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; see `hardpoint.LLMEngine.abort_request`."""
+        if not isinstance(request_ids, str) and isinstance(request_ids, Iterable):
+            request_ids = list(request_ids)
+        self._engine.abort_request(request_ids)
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self._accounts.pop(request_id, None)
+
+    def do_log_stats(self) -> None:
+        """Do nothing: the engine does not log its counters."""
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter; raises InvalidAdapter."""
+        self._engine.load_adapter(lora_request)
+        return True
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record what every rank does, in the folder of VLLM_TORCH_PROFILER_DIR; see `hardpoint.LLM.start_profile`."""
+        check_options({"profile_prefix": profile_prefix}, self.start_profile)
         self._engine.start_profile(profile_folder(None))
 
     def get_metrics(self) -> list[Metric]:
@@ -135,6 +179,7 @@ class LLMEngine:
         return names
 
     def __getattr__(self, name: str) -> Any:
+        check_attribute(name)
         return getattr(self._engine, name)
 
 
@@ -146,7 +191,7 @@ class AsyncLLM:
 
     def __init__(self, engine: hardpoint.AsyncLLM) -> None:
         self._engine = engine
-        self.model_config = SimpleNamespace(max_model_len=engine.info.max_model_len, dtype=engine.info.dtype)
+        self.model_config = model_config(engine.info)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, usage_context: Any = None, **_: Any) -> Self:
@@ -166,12 +211,20 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt and yield its outputs as they come; see `hardpoint.AsyncLLM.generate`."""
         check_options(options, self.generate)
-        return self._engine.generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
+        return self._generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
+
+    async def _generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with self._engine.stream(prompt, params, request_id, **options) as outputs:
+            account = Account(params, options["lora_request"])
+            async for output in outputs:
+                yield account.output(output)
 
     async def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Yield what is made of a prompt's hidden states; see `hardpoint.AsyncLLM.encode`."""
+        """Yield what is made of a prompt's hidden states, whatever its priority; see `hardpoint.AsyncLLM.encode`."""
         check_options(options, self.encode)
         yield with_tensor(await self._engine.encode(prompt, pooling_params, request_id))
 
@@ -182,6 +235,11 @@ class AsyncLLM:
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Put the engine to sleep; see `hardpoint.LLM.sleep`."""
         await self._engine.sleep(level=level, mode=mode)
+
+    async def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take memory again and compute steps; see `hardpoint.LLM.wake_up`. The tag "scheduling" is of a pause (`sleep(level=0)`)."""
+        rest = without_scheduling(tags)
+        await (self._engine.resume() if tags and rest == [] else self._engine.wake_up(rest))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached prompt beginnings; True, since requests in progress do not keep it from that."""
@@ -223,8 +281,47 @@ class AsyncLLM:
         """Return whether the engine computes no steps."""
         return await self._engine.is_sleeping()
 
-    async def start_profile(self) -> None:
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; None where there is none."""
+        return self._engine.get_tokenizer()
+
+    @property
+    def errored(self) -> bool:
+        """The engine cannot go on."""
+        died = getattr(self._engine, "died", None)  # there is none before the first event loop
+        return died is not None and died.done()
+
+    @property
+    def is_stopped(self) -> bool:
+        """`errored`."""
+        return self.errored
+
+    @property
+    def is_running(self) -> bool:
+        """The engine can go on."""
+        return not self.errored
+
+    @property
+    def dead_error(self) -> EngineDead:
+        """Why the engine cannot go on."""
+        return self._engine.died.result() if self.errored else EngineDead("the engine cannot go on", found="no reason")
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter; raises InvalidAdapter."""
+        await self._engine.load_adapter(lora_request)
+        return True
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return False: the server traces."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Do nothing: the engine does not log its counters."""
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record what every rank does, in the folder of VLLM_TORCH_PROFILER_DIR; see `hardpoint.LLM.start_profile`."""
+        check_options({"profile_prefix": profile_prefix}, self.start_profile)
         await self._engine.start_profile(profile_folder(None))
 
     async def check_health(self) -> None:
@@ -236,6 +333,7 @@ class AsyncLLM:
         self._engine.shutdown()
 
     def __getattr__(self, name: str) -> Any:
+        check_attribute(name)
         return getattr(self._engine, name)
 
 

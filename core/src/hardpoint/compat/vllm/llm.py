@@ -18,9 +18,10 @@ from hardpoint import (
 )
 from hardpoint.compat.vllm.arguments import choose, engine_settings, profile_folder
 from hardpoint.compat.vllm.engine_args import arguments_of
-from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank, with_tensor
+from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank, with_tensor, without_scheduling
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
-from hardpoint.compat.vllm.requests import check_options, check_reset
+from hardpoint.compat.vllm.requests import check_attribute, check_options, check_reset
+from hardpoint.compat.vllm.results import Account
 from hardpoint.engine.inputs import Message, Prompt
 from hardpoint.engine.outputs import EmbeddingOutput
 from hardpoint.interfaces.errors import ConfigError
@@ -44,16 +45,13 @@ class LLM(hardpoint.LLM):
         self._profiles = profile_folder(given.pop("profiler_config", None))
         self._chat_template = _template(given.pop("chat_template", None))
         super().__init__(model, **engine_settings(given))
+        self.llm_engine = LLMEngine(self.engine)
+        self.model_config = self.llm_engine.model_config
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
         """Make an engine of `EngineArgs`."""
         return cls(**arguments_of(engine_args))
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """The engine under vLLM's names."""
-        return LLMEngine(self.engine)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Return how many ranks share the model."""
@@ -182,8 +180,14 @@ class LLM(hardpoint.LLM):
         super().reset_prefix_cache()
         return True
 
-    def start_profile(self, folder: str | None = None) -> None:
+    def wake_up(self, tags: str | Sequence[str] | None = None) -> Any:
+        """Take memory again and compute steps; see `hardpoint.LLM.wake_up`. The tag "scheduling" is of a pause (`sleep(level=0)`)."""
+        rest = without_scheduling(tags)
+        return self.resume() if tags and rest == [] else super().wake_up(rest)
+
+    def start_profile(self, folder: str | None = None, *, profile_prefix: str | None = None) -> None:
         """Record what every rank does; without a folder, in that of `profiler_config` or of VLLM_TORCH_PROFILER_DIR."""
+        check_options({"profile_prefix": profile_prefix}, self.start_profile)
         super().start_profile(folder or self._profiles)
 
     def get_metrics(self) -> list[Metric]:
@@ -203,6 +207,16 @@ class LLM(hardpoint.LLM):
     def _next_id(self) -> str:
         # Numbers, as in vLLM: scripts sort outputs by int(request_id).
         return str(next(self._request_ids))
+
+    def _generate(self, prompts: Any, params: Any, use_tqdm: bool, priority: Any, lora_request: Any) -> list[Any]:
+        found = super()._generate(prompts, params, use_tqdm, priority, lora_request)
+        is_one = isinstance(lora_request, str) or not isinstance(lora_request, Sequence)
+        adapters = [lora_request] * len(found) if is_one else lora_request
+        return [Account(lora_request=one).output(output) for output, one in zip(found, adapters, strict=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        check_attribute(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _listed(output: EmbeddingRequestOutput) -> EmbeddingRequestOutput:

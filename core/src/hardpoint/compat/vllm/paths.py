@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hardpoint.compat.vllm.requests import NotHere
+
 HOME = "hardpoint.compat.vllm"
 
 _PARAMS = ("BeamSearchParams", "SamplingParams", "RequestOutputKind", "StructuredOutputsParams", "GuidedDecodingParams")
@@ -29,7 +31,10 @@ _ASYNC = ("AsyncLLM", "AsyncLLMEngine")
 _NETWORK = ("get_ip", "get_open_port")
 _TO_SERVER = ("packed_nccl_broadcast_producer", "trainer_init")
 
+_OF_MODELS = "Models are those of `hardpoint.models`; others run with transformers' code"
+
 _MODULES: Mapping[str, Sequence[str]] = {
+    "beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
     "distributed": ("cleanup_dist_env_and_memory",),
     "distributed.parallel_state": ("cleanup_dist_env_and_memory",),
     "distributed.weight_transfer": (),
@@ -41,6 +46,7 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "engine.llm_engine": ("LLMEngine",),
     "entrypoints": (),
     "entrypoints.llm": ("LLM",),
+    "exceptions": ("VLLMValidationError",),
     "inputs": _PROMPTS,
     "inputs.data": _PROMPTS,
     "inputs.llm": _PROMPTS,
@@ -63,12 +69,16 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "v1": (),
     "v1.engine": (),
     "v1.engine.async_llm": _ASYNC,
+    "v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
     "v1.engine.llm_engine": ("LLMEngine",),
     "v1.metrics": (),
     "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
+    "v1.metrics.stats": ("RequestStateStats",),
+    "version": ("__version__",),
 }
 
 _REFUSED: Mapping[str, str] = {
+    "ModelRegistry": _OF_MODELS,
     "assets": "There are no sample pictures, sounds and films: open pictures with Pillow",
     "benchmarks": "`hardpoint bench` measures, offline and of a server",
     "compilation": "There is nothing to configure: leave it out",
@@ -76,17 +86,31 @@ _REFUSED: Mapping[str, str] = {
     "distributed.kv_transfer": "Prefill and decode run in one engine",
     "entrypoints.openai": "`hardpoint serve MODEL` is the server",
     "envs": "Settings are arguments, or variables of the environment that begin with HARDPOINT_",
-    "model_executor": "Models are those of `hardpoint.models`; others run with transformers' code",
+    "initialize_ray_cluster": "Ranks run on Ray with distributed_executor_backend='ray'",
+    "model_executor": _OF_MODELS,
     "multimodal": "Pictures are given as multi_modal_data, or in messages",
     "platforms": "`hardpoint doctor` shows backends and devices; platforms such as TPU need a backend of their own",
     "plugins": "Plugins are backends here (docs/adding-a-device.md)",
     "v1.sample": "Pass functions with each request: SamplingParams(logits_processors=[...])",
 }
-"""What to do where a script needs a module that has nothing here."""
+"""What to do where a script needs a module, or a name of the package itself, that has nothing here."""
 
 
 class ModuleRefused(ModuleNotFoundError):
-    """A module of vLLM for which there is nothing here."""
+    """A module of vLLM, or a name in one, for which there is nothing here."""
+
+
+def missing(module: str, name: str) -> Any:
+    """Return a module within a module of vLLM, as `import vllm` alone gives them there; raises NotHere, which is an AttributeError."""
+    full = f"{module}.{name}".removeprefix("vllm.")
+    if full in _MODULES and "vllm" in sys.modules:
+        return importlib.import_module(f"vllm.{full}")
+    raise NotHere(f"Hardpoint has nothing for 'vllm.{full}'", hint=_reason(full))
+
+
+def _reason(name: str) -> str:
+    told = (why for start, why in _REFUSED.items() if f"{name}.".startswith(f"{start}."))
+    return next(told, "docs/moving-from-vllm.md lists what there is")
 
 
 class _Module(ModuleType):
@@ -99,7 +123,7 @@ class _Module(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.__all__:
-            raise AttributeError(f"Hardpoint has no {name!r} for {self.__name__!r}")
+            return missing(self.__name__, name)
         home = f"{HOME}.metrics" if self.__name__.endswith(".metrics.reader") else HOME
         return getattr(importlib.import_module(home), name)
 
@@ -122,11 +146,7 @@ class Finder(MetaPathFinder):
         name = fullname.removeprefix("vllm.")
         if name in _MODULES:
             return ModuleSpec(fullname, _Loader(), is_package=True)
-        reason = next((why for start, why in _REFUSED.items() if f"{name}.".startswith(f"{start}.")), None)
-        raise ModuleRefused(
-            f"Hardpoint has nothing for {fullname!r}. {reason or 'docs/moving-from-vllm.md lists what there is'}",
-            name=fullname,
-        )
+        raise ModuleRefused(f"Hardpoint has nothing for {fullname!r}. {_reason(name)}", name=fullname)
 
 
 def install(module: ModuleType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, Self
 
 import hardpoint
@@ -130,6 +131,57 @@ class LoRARequest(hardpoint.LoRARequest):
     base_model_name: str | None = None
 
 
+class NotHere(InvalidRequest, AttributeError):
+    """A name of vLLM's for which there is nothing here."""
+
+
+class Part(SimpleNamespace):
+    """Those attributes of an object within vLLM's engines that are here; raises NotHere for others."""
+
+    def __getattr__(self, name: str) -> Any:
+        here = ", ".join(vars(self))
+        raise NotHere(f"Hardpoint has nothing for {name!r} within vLLM's engines", hint=f"There is: {here}")
+
+
+def check_attribute(name: str) -> None:
+    """Raise NotHere for a name of vLLM's engines that has nothing here."""
+    if name in _NOT_HERE:
+        raise NotHere(f"Hardpoint has nothing for {name!r} of vLLM's engines", hint=_NOT_HERE[name])
+
+
+_BY_PAIRS = "Use update_weights with (name, tensor) pairs, or reload_weights"
+_AT_ONCE = "Use generate with all prompts, or LLMEngine.add_request and step"
+_TASKS = "Call what is wanted: what the model cannot do is refused"
+_PICTURES = "Leave it out: pictures are known by their bytes or multi_modal_uuids, and forgotten for others"
+_BY_ARGUMENTS = "Settings are arguments of the engine; `info` says what it made of them"
+
+_NOT_HERE: Mapping[str, str] = {
+    "add_request": "Use generate, which gives the outputs as they come",
+    "apply_model": "The model itself is not reachable: weights are written by update_weights",
+    "cache_config": "`stats` counts the blocks of the KV cache",
+    "create_engine_config": _BY_ARGUMENTS,
+    "engine_core": "It is within the engine: what there is of it are methods of the engine itself",
+    "enqueue": _AT_ONCE,
+    "enqueue_chat": _AT_ONCE,
+    "finish_weight_update": _BY_PAIRS,
+    "get_model_config": "Use model_config",
+    "get_supported_tasks": _TASKS,
+    "init_weight_transfer_engine": _BY_PAIRS,
+    "list_loras": "Use adapters, which gives their names",
+    "pin_lora": "Leave it out: adapters stay until unload_adapter",
+    "preprocess_chat": "Use get_tokenizer().apply_chat_template",
+    "remove_lora": "Use unload_adapter with the adapter's name",
+    "reset_encoder_cache": _PICTURES,
+    "reset_mm_cache": _PICTURES,
+    "scale_elastic_ep": "Make an engine of another size",
+    "set_tokenizer": "Give tokenizer, a folder with the other one",
+    "start_weight_update": _BY_PAIRS,
+    "supported_tasks": _TASKS,
+    "vllm_config": _BY_ARGUMENTS,
+    "wait_for_completion": _AT_ONCE,
+}
+
+
 def check_options(options: Mapping[str, Any], call: Callable[..., Any]) -> None:
     """Raise InvalidRequest for options of a call that it does not have, or that ask for what is not here; None asks for nothing."""
     named = [name for name, one in inspect.signature(call).parameters.items() if one.kind is not one.VAR_KEYWORD]
@@ -145,6 +197,7 @@ _OPTIONS: Mapping[str, str] = {
     "kv_hints": "Leave it out",
     "lora_request": _NO_ADAPTERS,
     "mm_processor_kwargs": "Leave it out",
+    "profile_prefix": "Give another folder",
     "prompt_adapter_request": _NO_ADAPTERS,
     "prompt_text": "Leave it out: give 'prompt' or 'prompt_token_ids'",
     "reasoning_ended": "Leave it out",
