@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -160,6 +161,28 @@ def test_replicas_sleep_when_idle_then_end_and_a_request_starts_one_again(
         started = served.complete("The capital of France is", 8)
         assert started.json()["choices"][0]["text"] == before
         assert started.headers["x-replica"] != woken.headers["x-replica"]
+
+
+def test_the_end_lets_requests_finish(machines: list[Any]) -> None:
+    body = {"model": "demo", "prompt": "Hi", "max_tokens": 33, "ignore_eos": True}
+    begun = threading.Event()
+
+    def stream() -> str:
+        text = ""
+        with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            for part in answer.iter_text():
+                text += part
+                begun.set()
+        return text
+
+    with ThreadPoolExecutor(2) as pool, serving({"backend": "simulated_device"}, {}, replicas=1) as served:
+        whole = pool.submit(served.client.post, "/v1/completions", json=body)
+        time.sleep(0.1)  # so that it is in progress when the stream has begun
+        streamed = pool.submit(stream)
+        assert begun.wait(60)
+    assert whole.result().json()["choices"][0]["finish_reason"] == "length"
+    assert '"finish_reason":"length"' in streamed.result()
+    assert streamed.result().endswith("data: [DONE]\n\n")
 
 
 def test_a_model_that_does_not_load_is_told_and_nothing_stays(

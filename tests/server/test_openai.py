@@ -78,6 +78,12 @@ def test_beam_search_is_the_engines(client: openai.OpenAI, llm: LLM) -> None:
         if choice.finish_reason == "stop":
             continue
         assert sum(choice.logprobs.token_logprobs) == pytest.approx(one.cum_logprob, abs=1e-3)  # type: ignore[arg-type]
+    whole = client.completions.create(prompt=prompts, logprobs=-1, **asked)
+    for choice, most in zip(answer.choices, whole.choices, strict=True):
+        assert choice.logprobs is not None
+        assert most.logprobs is not None
+        assert most.logprobs.token_logprobs == choice.logprobs.token_logprobs
+        assert {len(one) for one in most.logprobs.top_logprobs or ()} == {4}  # of the 2 * 2 candidates of each step
     streamed = list(client.completions.create(prompt=PROMPT, stream=True, **asked))
     assert [event.choices[0].text for event in streamed] == [choice.text for choice in answer.choices[:2]]
     chat = client.chat.completions.create(messages=MESSAGES, **asked)

@@ -97,6 +97,23 @@ def test_a_beam_search_that_is_aborted_says_so(server: Running, path: str, strea
     assert ended(server, "abort") == before + 2
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("v1/embeddings", {"input": ["a " * 900] * 64}), ("score", {"text_1": "a", "text_2": ["b " * 900] * 64})],
+)
+def test_an_answer_without_a_finish_reason_is_refused_where_it_is_aborted(
+    slow_server: Running, path: str, body: Any
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(slow_server.users.post, f"/{path}", json=body)
+        until(lambda: running(slow_server) > 0)
+        slow_server.operators.post("/sleep", params={"level": "0"}).raise_for_status()
+        answer = asked.result()
+    slow_server.operators.post("/resume").raise_for_status()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "request_aborted")
+    assert answer.headers["Retry-After"] == "5"
+
+
 def test_too_many_requests_are_told_when_to_come_back(start_slow: Any) -> None:
     with start_slow(max_requests=2) as server, ThreadPoolExecutor(2) as pool:
         busy = [pool.submit(server.openai.completions.create, **LONG) for _ in range(2)]
@@ -443,6 +460,37 @@ def test_headers_have_a_limit_however_packets_fall(slow_server: Running) -> None
     until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
 
 
+def test_an_offer_of_another_protocol_is_passed_over(slow_server: Running) -> None:
+    """As Java's client sends it with each request; the body is read all the same, however packets fall."""
+    content = b'{"prompt": "a", "max_tokens": 2}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % KEY.encode()
+    head += b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\nContent-Type: application/json\r\n"
+    sized = head + b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(content), content)
+    for packets in ([sized + chunked], [sized[:-40], sized[-40:-5], sized[-5:] + chunked[:-20], chunked[-20:]]):
+        with socket.create_connection(address(slow_server), timeout=240) as one:
+            for packet in packets:
+                one.sendall(packet)
+                time.sleep(0.02)
+            answers = b""
+            while answers.count(b'"usage"') < 2:
+                answers += (part := one.recv(10_000))
+                assert part, answers
+            assert answers.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_a_client_that_leaves_takes_along_all_it_asked_for_at_once(slow_server: Running) -> None:
+    ask = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % KEY.encode()
+    content = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
+    ask += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+    before = ended(slow_server, "abort")
+    with socket.create_connection(address(slow_server), timeout=240) as one:
+        one.sendall(ask + ask)
+        assert one.recv(1000)
+    until(lambda: running(slow_server) == 0 and slow_server.model().in_progress == 0)
+    assert ended(slow_server, "abort") == before + 1
+
+
 def test_trailers_have_the_limit_of_headers(slow_server: Running) -> None:
     """They follow a body in chunks; they are no headers, and may be as long together."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % KEY.encode()
@@ -520,6 +568,8 @@ def test_a_control_socket_is_its_owners_alone(tmp_path: Path, device: str) -> No
     ("body", "kind", "status", "code", "told"),
     [
         (b"{bad", "application/json", 400, "invalid_json", "at character 1"),
+        (b"", "application/json", 400, "invalid_value", "there is no body"),
+        (b'{"seed": %s}' % (b"9" * 5000), "application/json", 400, "invalid_json", "thousands of digits"),
         (b"[1]", "application/json; charset=utf-8", 400, "invalid_value", "not an object"),
         (b'{"prompt": "a"}', "text/plain", 415, "unsupported_media_type", "Content-Type: application/json"),
         (b"prompt=a", "application/x-www-form-urlencoded", 415, "unsupported_media_type", "Content-Type"),

@@ -353,6 +353,7 @@ def _serve_replicas(
     try:
         ended.wait()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
         running.end()
 
 

@@ -154,7 +154,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         if error.detail == _UNREADABLE:
-            return ApiError(400, "the body is not JSON: not in UTF-8, or nested too deeply", "invalid_json").response()
+            why = "the body is not JSON: not in UTF-8, nested too deeply, or with a number of thousands of digits"
+            return ApiError(400, why, "invalid_json").response()
         code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code)
         return told.response(error.headers or {})
@@ -174,6 +175,8 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
             return ApiError(400, "the body is JSON, but not an object", "invalid_value")
         # The body is not read as JSON: a web page of any origin may send other types without a preflight, and would reach a local server.
         return ApiError(415, "the body must be sent with Content-Type: application/json", "unsupported_media_type")
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return ApiError(400, "there is no body: a JSON object is needed", "invalid_value")
     if first["type"] == "json_invalid":
         return ApiError(
             400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}", "invalid_json"

@@ -109,10 +109,15 @@ def beam_search_params(request: Sampling, max_tokens: int) -> BeamSearchParams |
 
 
 def with_logprobs(output: RequestOutput, count: int | None) -> RequestOutput:
-    """Return what a beam search found with the log probabilities of so many other candidates for each token; None for none at all."""
+    """Return what a beam search found with the log probabilities of so many other candidates for each token.
+
+    Args:
+        count: None for no log probabilities at all, -1 for those of all candidates.
+    """
+    most = None if count is None or count < 0 else 1 + count
 
     def shown(positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs] | None:
-        return None if count is None else [dict(islice(one.items(), 1 + count)) for one in positions]
+        return None if count is None else [dict(islice(one.items(), most)) for one in positions]
 
     outputs = [replace(one, logprobs=shown(one.logprobs or ())) for one in output.outputs]
     return replace(output, outputs=outputs)

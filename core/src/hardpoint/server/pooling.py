@@ -60,14 +60,19 @@ def router(fleet: Fleet) -> APIRouter:
 async def pooled(
     model: ServedModel, prompts: Sequence[TokenizedPrompt], params: PoolingParams, limits: Limits
 ) -> list[Found]:
-    """Return what is made of some prompts; errors as for `ServedModel.encode`."""
+    """Return what is made of some prompts; errors as for `ServedModel.encode`, and ApiError where a request was aborted."""
     async with model.taken(len(prompts)):
         try:
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(model.encode(prompt, params, **limits)) for prompt in prompts]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-    return [one.result() for one in made]
+    found = [one.result() for one in made]
+    if any(one.finish_reason == "abort" for one in found):
+        # These answers have no place for a finish reason: an empty embedding would pass for one.
+        told = f"the request was aborted before it was done: '{model.name}' was put to sleep, or the server ends"
+        raise ApiError(503, told, "request_aborted", retry_after=5)
+    return found
 
 
 def usage(found: Sequence[Found]) -> Usage:
@@ -115,7 +120,7 @@ async def _classify(model: ServedModel, body: ClassifyRequest, limits: Limits) -
     data = [
         Classification(
             index=index,
-            label=names[int(one.outputs.data.argmax())] if one.outputs.data.size else None,
+            label=names[int(one.outputs.data.argmax())],
             probs=one.outputs.data.tolist(),
             num_classes=len(one.outputs.data),
         )

@@ -412,7 +412,7 @@ class Classification(_Answer):
     """The labels of a prompt: the one with the highest probability by its name, and the probabilities of all."""
 
     index: int
-    label: str | None
+    label: str
     probs: list[float]
     num_classes: int
 

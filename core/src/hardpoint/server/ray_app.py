@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ APPLICATION, REPLICAS, FRONT = "hardpoint", "replicas", "front"
 _TRIES = 6
 _FIRST_DELAY = 0.1
 """Seconds before a request is given to another replica, doubled each time: it takes Ray seconds to know that a machine is gone."""
+_END_SECONDS = 10.0
+"""That a replica has for its end when its requests have ended, or their time is over."""
 _FRONT_REQUESTS = 100_000
 """That the front takes at a time; how many a model takes is the replicas' to say."""
 _SCOPE = ("type", "asgi", "http_version", "method", "path", "raw_path", "query_string", "headers", "scheme")
@@ -318,7 +321,7 @@ def application(
         max_queued_requests=serving.max_requests,
         # An error of loading is reported at once, without further tries.
         max_constructor_retry_count=1,
-        graceful_shutdown_timeout_s=serving.drain_seconds + 10,
+        graceful_shutdown_timeout_s=serving.drain_seconds + _END_SECONDS,
         request_router_config={
             "request_router_class": "hardpoint.server.ray_router.PrefixRouter",
             "request_router_kwargs": {"imbalance": options.imbalance},
@@ -330,7 +333,7 @@ def application(
         # On the head node, where the proxy is: a cluster ends with its head anyway, and no other machine's end loses a request.
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         max_ongoing_requests=_FRONT_REQUESTS,
-        graceful_shutdown_timeout_s=serving.drain_seconds + 10,
+        graceful_shutdown_timeout_s=serving.drain_seconds + _END_SECONDS,
     )
     return fronted.bind(replicas.bind(name, model, dict(engine), serving))
 
@@ -367,6 +370,7 @@ class Replicas:
                 hint="Install it with `pip install 'hardpoint[replicas]'`, on every machine of the cluster",
             ) from error
         self._serve, self._session = serve, RaySession.join(module, RaySettings(address=address))
+        self._longest_end = serving.drain_seconds + _END_SECONDS
         try:
             if serve.status().proxies:
                 raise ClusterError(
@@ -386,14 +390,24 @@ class Replicas:
             serve.run(app, name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
             found = _failure(serve.status()) or str(error)
-            self.end()
+            self._leave()
             raise ClusterError(f"the replicas of '{name}' do not start", found=found) from error
         except BaseException:
-            self.end()
+            self._leave()
             raise
 
     def end(self) -> None:
         """Refuse what is new, serve what is in progress for a while, and end the replicas."""
+        try:
+            # `shutdown` ends the proxy first, and with it all requests in progress.
+            self._serve.delete(APPLICATION, _blocking=False)
+            deadline = time.monotonic() + self._longest_end
+            while self._serve.status().applications and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._serve.shutdown()
         self._session.leave()
 
