@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from typing import Any
 
@@ -470,6 +471,17 @@ def test_segments_without_tensors_go_back(machine: Any, allocator: Any) -> None:
     gc.collect()
     allocator.trim()
     assert machine.used() == before
+
+
+def test_questions_about_pools_take_no_references(machine: Any, allocator: Any) -> None:
+    """Torch's description of one pool takes some of its id's numbers, which are freed while in use once there were 256 pools."""
+    with allocator.pool(WEIGHTS):
+        weights = filled(machine, 2, 7)
+    before = sys.getrefcount(True)
+    for _ in range(200):
+        allocator.trim()
+    assert sys.getrefcount(True) > before - 100
+    assert content(weights) == [7]
 
 
 def test_tensors_outlive_their_allocator(machine: Any) -> None:

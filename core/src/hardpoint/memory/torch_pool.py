@@ -76,8 +76,8 @@ class TorchPoolFunctions:
         """Return the functions of torch's module for a device, which is imported when one of them is called.
 
         Args:
-            name: the module. It has `device` and `empty_cache`, and its module `memory` has `MemPool`, `use_mem_pool` and the
-                pluggable allocator.
+            name: the module. It has `device` and `empty_cache`, and its module `memory` has `MemPool`, `use_mem_pool`, `_snapshot` and
+                the pluggable allocator.
             backend: the name that the driver's source gives HP_TORCH_ALLOCATOR.
             pluggable_allocator: name of the pluggable allocator's class.
             check, settled: see the attributes.
@@ -90,12 +90,17 @@ class TorchPoolFunctions:
             with import_module(name).device(device):  # a pool is of the current device
                 return memory().MemPool(allocator.allocator())
 
+        def segments(pool: Any) -> list[Mapping[str, Any]]:
+            # Of all pools: asked for one alone (`pool.snapshot()`), torch gives back references that it does not own, to the numbers
+            # of the pool's id and to True, up to 2.13 at least (pytorch#196366). Numbers above 256 are freed twice then.
+            return [one for one in memory()._snapshot()["segments"] if tuple(one["segment_pool_id"]) == tuple(pool.id)]
+
         return cls(
             symbols=(f"hp_{backend}_malloc", f"hp_{backend}_free"),
             allocator=lambda library, malloc, free: getattr(memory(), pluggable_allocator)(library, malloc, free),
             pool=pool,
             use=lambda pool, device: memory().use_mem_pool(pool, device),
-            segments=lambda pool: pool.snapshot(),
+            segments=segments,
             empty_cache=lambda: import_module(name).empty_cache(),
             synchronize=partial(_synchronize, name),
             check=check,
