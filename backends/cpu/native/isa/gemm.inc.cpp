@@ -42,11 +42,11 @@ struct Rows {
   const X* at(int row, int64_t i) const { return base[row / 3] + row % 3 * stride + i; }
 };
 
-// Of arithmetic in which subnormal numbers are numbers.
+// For formats whose arithmetic takes subnormal numbers as they are.
 struct AllNumbers {};
 
 #if defined(HP_SIMD_AVX512)
-// Of arithmetic as the BF16 dot product has it: subnormal operands count as zeros, and subnormal results become zeros.
+// While one lives, its thread computes as the BF16 dot product does: subnormal operands count as zeros, and subnormal results become zeros.
 class NormalNumbers {
  public:
   NormalNumbers() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }

@@ -424,20 +424,23 @@ class EngineCore:
 
     def _take(self, command: Generate | Embed) -> None:
         self._check_admission()
-        # Also of one that is to wait, so that it is refused now and not in the midst of others.
-        num_tokens = len(command.prompt_token_ids)
-        if isinstance(command, Embed):
-            self.scheduler.check_fits(num_tokens, pooling=True)
-        else:
-            self.scheduler.check_fits(num_tokens, len(command.sampling), beams=command.beams is not None)
         if self._drain is None:
             self._begin(command)
             return
         # A sleep waits for the requests in progress. Those that come now are held: served too, they would put it off without end.
+        self._check_fits(command)
         if adapter := _adapter_of(command):
             self._adapters.has_room(adapter)
             self._adapters.wait(adapter)
         self._held.append(command)
+
+    def _check_fits(self, command: Generate | Embed) -> None:
+        """Refuse a request that is to wait now, where the scheduler would refuse it later, in the midst of others."""
+        length = len(command.prompt_token_ids)
+        if isinstance(command, Embed):
+            self.scheduler.check_fits(length, pooling=True)
+        else:
+            self.scheduler.check_fits(length, len(command.sampling), beams=command.beams is not None)
 
     def _begin(self, command: Generate | Embed) -> None:
         if isinstance(command, Embed):
@@ -448,6 +451,7 @@ class EngineCore:
             self._add(command, None)
         elif self._waiting or not self._adapters.has_room(name):
             # Requests with adapters begin in the order in which they came, so that none waits for ever.
+            self._check_fits(command)
             self._adapters.has_room(name)
             self._adapters.wait(name)
             self._waiting.append(command)

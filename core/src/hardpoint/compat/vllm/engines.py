@@ -13,7 +13,7 @@ from hardpoint.compat.vllm.arguments import engine_settings, profile_folder
 from hardpoint.compat.vllm.engine_args import arguments_of
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
 from hardpoint.compat.vllm.requests import Part, check_attribute, check_options, check_reset
-from hardpoint.compat.vllm.results import Account
+from hardpoint.compat.vllm.results import OutputConverter
 from hardpoint.engine.info import EngineInfo
 from hardpoint.engine.inputs import Prompt
 from hardpoint.engine.outputs import PoolingOutput
@@ -76,7 +76,7 @@ class LLMEngine:
 
     def __init__(self, engine: hardpoint.LLMEngine) -> None:
         self._engine = engine
-        self._accounts: dict[str, Account] = {}
+        self._converters: dict[str, OutputConverter] = {}
         self.model_config = model_config(engine.info, model=engine.config.model)
 
     @classmethod
@@ -106,19 +106,19 @@ class LLMEngine:
             self._engine.add_pooling_request(request_id, prompt, params)
         else:
             self._engine.add_request(request_id, prompt, params, priority=priority, lora_request=lora_request)
-            self._accounts[request_id] = Account(params, lora_request)
+            self._converters[request_id] = OutputConverter(params, lora_request)
 
     def step(self) -> list[Any]:
         """Compute one step and return the outputs of requests that have something new; see `hardpoint.LLMEngine.step`."""
         made: list[Any] = []
         for one in self._engine.step():
             if isinstance(one, RequestOutput):
-                account = self._accounts.get(one.request_id) or Account()
-                made.append(account.output(one))
+                converter = self._converters.get(one.request_id) or OutputConverter()
+                made.append(converter.convert(one))
             else:
                 made.append(with_tensor(one))
             if one.finished:
-                self._accounts.pop(one.request_id, None)
+                self._converters.pop(one.request_id, None)
         return made
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -127,7 +127,7 @@ class LLMEngine:
             request_ids = list(request_ids)
         self._engine.abort_request(request_ids)
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            self._accounts.pop(request_id, None)
+            self._converters.pop(request_id, None)
 
     def do_log_stats(self) -> None:
         """Do nothing: the engine does not log its counters."""
@@ -217,9 +217,9 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         async with self._engine.stream(prompt, params, request_id, **options) as outputs:
-            account = Account(params, options["lora_request"])
+            converter = OutputConverter(params, options["lora_request"])
             async for output in outputs:
-                yield account.output(output)
+                yield converter.convert(output)
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0, **options: Any

@@ -21,7 +21,7 @@ from hardpoint.compat.vllm.engine_args import arguments_of
 from hardpoint.compat.vllm.engines import LLMEngine, call_on_rank, with_tensor, without_scheduling
 from hardpoint.compat.vllm.metrics import Metric, under_their_names
 from hardpoint.compat.vllm.requests import check_attribute, check_options, check_reset
-from hardpoint.compat.vllm.results import Account
+from hardpoint.compat.vllm.results import OutputConverter
 from hardpoint.engine.inputs import Message, Prompt
 from hardpoint.engine.outputs import EmbeddingOutput
 from hardpoint.interfaces.errors import ConfigError
@@ -212,7 +212,7 @@ class LLM(hardpoint.LLM):
         found = super()._generate(prompts, params, use_tqdm, priority, lora_request)
         is_one = isinstance(lora_request, str) or not isinstance(lora_request, Sequence)
         adapters = [lora_request] * len(found) if is_one else lora_request
-        return [Account(lora_request=one).output(output) for output, one in zip(found, adapters, strict=True)]
+        return [OutputConverter(lora_request=one).convert(output) for output, one in zip(found, adapters, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
         check_attribute(name)

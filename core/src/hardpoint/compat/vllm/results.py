@@ -50,15 +50,15 @@ class RequestOutput(hardpoint.RequestOutput):
     kv_transfer_params: None = None
 
 
-class Account:
-    """Makes vLLM's outputs of those of one request, as they come."""
+class OutputConverter:
+    """Gives the outputs of one request vLLM's fields, as they come."""
 
     def __init__(self, params: Any = None, lora_request: Any = None) -> None:
         self._adds = getattr(params, "output_kind", None) is RequestOutputKind.DELTA
         self._lora_request = lora_request
         self._tokens = 0
 
-    def output(self, given: hardpoint.RequestOutput) -> RequestOutput:
+    def convert(self, given: hardpoint.RequestOutput) -> RequestOutput:
         """Return an output with vLLM's fields."""
         tokens = sum(len(one.token_ids) for one in given.outputs)
         self._tokens = self._tokens + tokens if self._adds else tokens
