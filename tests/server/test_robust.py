@@ -353,9 +353,12 @@ def test_the_log_says_nothing_of_prompts(slow_server: Running, caplog: pytest.Lo
 
 def test_a_request_writes_one_line_of_the_log(slow_server: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hardpoint.access")
-    assert slow_server.users.get("/a%0AGET /b 200").status_code == 404
-    until(lambda: bool(caplog.messages))  # it is written once the answer was sent
-    assert [line.partition(" 404 ")[0] for line in caplog.messages] == ["GET /a%0AGET%20/b%20200"]
+    # Told by its identifier: a line is written once the answer was sent, and those of the test before may still come.
+    asked = slow_server.users.get("/a%0AGET /b 200", headers={"x-request-id": "of-this-test"})
+    assert asked.status_code == 404
+    until(lambda: any(line.endswith(" of-this-test") for line in caplog.messages))
+    lines = [line for line in caplog.messages if line.endswith(" of-this-test")]
+    assert [line.partition(" 404 ")[0] for line in lines] == ["GET /a%0AGET%20/b%20200"]
 
 
 def address(server: Running) -> tuple[str, int]:
