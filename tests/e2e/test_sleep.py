@@ -351,6 +351,22 @@ def test_requests_are_queued_up_to_the_limit(make_tiny: Callable[..., Subject]) 
         assert tiny.last_tokens() == tiny.expected
 
 
+def test_requests_that_an_earlier_sleep_queued_are_in_progress_later(
+    make_tiny: Callable[..., Subject], checkpoint: dict[str, torch.Tensor]
+) -> None:
+    tiny = make_tiny(sleeping_requests="queue", max_queued_while_asleep=3)
+    tiny.llm.sleep(tags="kv_cache")
+    tiny.start(steps=0)
+    tiny.llm.wake_up()
+    tiny.llm.engine.step()
+    with pytest.raises(CorruptWeights):
+        tiny.llm.update_weights([(NORM, checkpoint[NORM]), ("nonsense", checkpoint[NORM])])
+    assert tiny.llm.sleep_status().state is EngineState.WEIGHTS_MISSING
+    tiny.llm.engine.add_request("queued", TINY_PROMPTS[0], tiny.params)
+    tiny.llm.reload_weights()
+    assert tiny.last_tokens() == tiny.expected
+
+
 def test_a_repeated_sleep_ends_no_requests_and_a_deeper_one_does(make_tiny: Callable[..., Subject]) -> None:
     tiny = make_tiny(sleeping_requests="queue")
     for deeper in (False, True):

@@ -240,7 +240,7 @@ class EngineCore:
         self._new_sampling: dict[int, SequenceSampling] = {}
         """By sequence, until a step samples it for the first time."""
         self._queued: set[int] = set()
-        """Keys of requests that came while the engine was asleep."""
+        """Keys of requests that came while the engine was asleep, until it takes a step again."""
         model = self.model
         self._embedding_sources = EmbeddingSources(
             model.vocab_size, model.hidden_size * model.dtype.itemsize, config.encoder_cache_bytes
@@ -734,8 +734,6 @@ class EngineCore:
         """Go to sleep; where that waits for requests, return the future that is answered when it has `waited_since` then for them."""
         request = command.request
         start = time.perf_counter() if waited_since is None else waited_since
-        if self.lifecycle.state is EngineState.RUNNING:
-            self._queued.clear()
         if waited_since is None and request.mode is SleepMode.WAIT and self._in_progress:
             self.lifecycle.begin_drain(request)
             limit = math.inf if request.drain_timeout is None else request.drain_timeout
@@ -837,6 +835,7 @@ class EngineCore:
             if self._check_drain():
                 return
             self.lifecycle.check_step()
+            self._queued.clear()
             self._add_waiting()
             with self._computing:
                 while len(self._in_flight) <= self.model.steps_in_flight and self._submit():
