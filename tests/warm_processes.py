@@ -35,9 +35,16 @@ from typing import Any, NoReturn
 _IMPORTED = (
     "hardpoint.engine.llm",
     "hardpoint.executor.child",
-    "hardpoint.models.loader",
+    "hardpoint.models.description",
+    "hardpoint.models.fused",
+    "hardpoint.models.stored_blocks",
     "hardpoint.models.tokenizer",
     "hardpoint.worker.worker",
+    "hardpoint_cpu.allocator",
+    "hardpoint_cpu.attention",
+    "hardpoint_cpu.collectives",
+    "hardpoint_cpu.kernels",
+    "hardpoint_cpu.platform",
 )
 _ENGINE = "hardpoint.engine.process_main"
 _READ_AT_START = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON")
@@ -92,9 +99,14 @@ def start_server() -> None:
     global _server
     if _server is not None and _server.client == os.getpid():
         return
+    import_engine()
+    _server = _Server()
+
+
+def import_engine() -> None:
+    """Import what an engine on the CPU backend, and a rank of it, would import first of all."""
     for name in _IMPORTED:
         import_module(name)
-    _server = _Server()
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

@@ -98,9 +98,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
-def shallow_llm(shallow_demo: str) -> Iterator[LLM]:
+def shallow_llm(shallow_demo: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """An engine of the demo model's first layers, for texts that need no sense; every test leaves it as it was."""
-    with engine(shallow_demo) as made:
+    with engine(shallow_demo, sleep_disk_directory=str(tmp_path_factory.mktemp("backups"))) as made:
         yield made
 
 

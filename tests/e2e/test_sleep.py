@@ -1,4 +1,4 @@
-"""Sleep and wake with the demo model on the CPU: memory goes back and the same tokens come, whatever happens in between."""
+"""Sleep and wake on the CPU: the demo model's memory goes back, and the same tokens come, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -104,6 +104,18 @@ def demo(the_demo: Subject) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
+def the_small(shallow_llm: LLM, greedy: Any) -> Subject:
+    return Subject(shallow_llm, PROMPTS, greedy(12))
+
+
+@pytest.fixture
+def small(the_small: Subject) -> Iterator[Subject]:
+    """The demo model's first layers in float32, for what does not depend on how much memory there is."""
+    yield the_small
+    the_small.restore()
+
+
+@pytest.fixture(scope="module")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a seeded model of tiny shape."""
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -155,8 +167,8 @@ def make_tiny(tiny_files: Path, tmp_path: Path, greedy: Any) -> Iterator[Callabl
 
 
 @pytest.fixture(scope="module")
-def demo_checkpoint() -> dict[str, torch.Tensor]:
-    source = open_model("demo")
+def small_checkpoint(shallow_demo: str) -> dict[str, torch.Tensor]:
+    source = open_model(shallow_demo)
     return {name: source.checkpoint.read(name) for name in source.checkpoint.shapes()}
 
 
@@ -192,8 +204,8 @@ def test_level_1_gives_the_weights_memory_back_and_the_same_tokens_come_after(ti
     assert demo.tokens() == demo.expected
 
 
-def test_a_second_sleep_of_unchanged_weights_copies_nothing(demo: Subject) -> None:
-    llm = demo.llm
+def test_a_second_sleep_of_unchanged_weights_copies_nothing(small: Subject) -> None:
+    llm = small.llm
     llm.sleep(tier="disk")
     llm.wake_up()
     report = llm.sleep(tier="disk")
@@ -201,7 +213,7 @@ def test_a_second_sleep_of_unchanged_weights_copies_nothing(demo: Subject) -> No
     assert report.memory.skipped >= llm.info.weight_bytes
     assert report.memory.preserved < llm.info.weight_bytes // 100
     llm.wake_up()
-    assert demo.tokens() == demo.expected
+    assert small.tokens() == small.expected
 
 
 def test_level_2_serves_nothing_until_the_weights_are_loaded_again(demo: Subject) -> None:
@@ -252,16 +264,16 @@ def test_a_corrupt_backup_is_never_served_and_a_deeper_sleep_is_the_way_out(
 
 
 @pytest.mark.parametrize("arguments", [{"level": 0}, {"kv": "preserve"}, {"kv": "discard"}])
-def test_kept_requests_continue_as_if_nothing_had_happened(arguments: dict[str, Any], demo: Subject) -> None:
-    llm = demo.llm
-    demo.start(steps=5, output_kind=RequestOutputKind.DELTA)
+def test_kept_requests_continue_as_if_nothing_had_happened(arguments: dict[str, Any], small: Subject) -> None:
+    llm = small.llm
+    small.start(steps=5, output_kind=RequestOutputKind.DELTA)
     report = llm.sleep(mode="keep", **arguments)
     assert (report.kept, report.aborted) == (2, 0)
     with pytest.raises(EngineAsleep):
         llm.engine.step()
     llm.wake_up()
     outputs = drain(llm.engine)
-    for number, tokens in enumerate(demo.expected):
+    for number, tokens in enumerate(small.expected):
         rest = [token for output in outputs[str(number)] for token in output.outputs[0].token_ids]
         assert rest == tokens[5:]
     assert llm.stats().blocks_used == 0
@@ -292,14 +304,14 @@ def test_a_kept_pooling_request_is_computed_from_its_beginning(make_tiny: Callab
     np.testing.assert_allclose(output.outputs.data, whole.outputs.embedding, atol=1e-6)
 
 
-def test_aborted_requests_end_with_what_they_have(demo: Subject) -> None:
-    engine = demo.llm.engine
-    demo.start(steps=5)
+def test_aborted_requests_end_with_what_they_have(small: Subject) -> None:
+    engine = small.llm.engine
+    small.start(steps=5)
     engine.add_pooling_request("e", "no time left")
     engine.add_request("never began", PROMPTS[0], SamplingParams(n=2, best_of=3, temperature=1.0))
-    assert demo.llm.sleep(tags="kv_cache").aborted == 4
+    assert small.llm.sleep(tags="kv_cache").aborted == 4
     outputs = {output.request_id: output for output in engine.step()}
-    for number, tokens in enumerate(demo.expected):
+    for number, tokens in enumerate(small.expected):
         completion = outputs[str(number)].outputs[0]
         assert (list(completion.token_ids), completion.finish_reason) == (tokens[:5], "abort")
         assert completion.text
@@ -310,7 +322,7 @@ def test_aborted_requests_end_with_what_they_have(demo: Subject) -> None:
     assert not engine.has_unfinished_requests()
     with pytest.raises(EngineAsleep):
         engine.step()
-    assert demo.llm.stats().blocks_used == 0
+    assert small.llm.stats().blocks_used == 0
 
 
 def test_waiting_serves_all_requests_first(tiny: Subject) -> None:
@@ -385,18 +397,18 @@ def test_a_repeated_sleep_ends_no_requests_and_a_deeper_one_does(make_tiny: Call
 # Prefix cache
 
 
-def test_the_prefix_cache_is_valid_after_a_preserving_sleep_and_empty_after_another(demo: Subject) -> None:
-    llm = demo.llm
+def test_the_prefix_cache_is_valid_after_a_preserving_sleep_and_empty_after_another(small: Subject) -> None:
+    llm = small.llm
     llm.engine.reset_prefix_cache()
-    (first,) = llm.generate(LONG, demo.params)
+    (first,) = llm.generate(LONG, small.params)
     assert first.num_cached_tokens == 0
     llm.sleep(kv="preserve")
     llm.wake_up()
-    (hit,) = llm.generate(LONG, demo.params)
+    (hit,) = llm.generate(LONG, small.params)
     assert hit.num_cached_tokens >= 32
     llm.sleep(kv="discard")
     llm.wake_up()
-    (computed,) = llm.generate(LONG, demo.params)
+    (computed,) = llm.generate(LONG, small.params)
     assert computed.num_cached_tokens == 0
     assert first.outputs[0].token_ids == hit.outputs[0].token_ids == computed.outputs[0].token_ids
 
@@ -405,23 +417,23 @@ def test_the_prefix_cache_is_valid_after_a_preserving_sleep_and_empty_after_anot
 
 
 def test_new_weights_arrive_between_two_partial_wakes_and_survive_later_sleeps(
-    demo: Subject, demo_checkpoint: dict[str, torch.Tensor]
+    small: Subject, small_checkpoint: dict[str, torch.Tensor]
 ) -> None:
-    llm = demo.llm
+    llm = small.llm
     llm.sleep(tier="disk")
     llm.wake_up()
     llm.sleep(level=2)
     assert llm.wake_up(tags=["weights"]).asleep == {"kv_cache"}
-    demo.tokens_changed = True
-    assert llm.update_weights(_of_another_model(demo_checkpoint)) == len(demo_checkpoint)
+    small.tokens_changed = True
+    assert llm.update_weights(_of_another_model(small_checkpoint)) == len(small_checkpoint)
     assert llm.wake_up(tags=["kv_cache"]).state is EngineState.RUNNING
-    changed = demo.tokens()
-    assert changed != demo.expected
+    changed = small.tokens()
+    assert changed != small.expected
     seen: list[tuple[int, int]] = []
     for progress in (lambda done, total: seen.append((done, total)), None):
         llm.sleep(tier="disk", progress=progress)
         llm.wake_up()
-        assert demo.tokens() == changed
+        assert small.tokens() == changed
     assert seen == sorted(seen)
     assert all(0 < done <= total for done, total in seen)
     assert seen[-1][1] >= llm.info.weight_bytes

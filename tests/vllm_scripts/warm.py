@@ -18,7 +18,7 @@ import traceback
 import weakref
 from pathlib import Path
 
-from tests.warm_processes import WarmPopen, children_by, freeze, start_server
+from tests.warm_processes import WarmPopen, children_by, freeze, import_engine, start_server
 
 SECONDS = 240
 """Most time that a script may take."""
@@ -70,12 +70,11 @@ def main() -> None:
     import transformers.utils.chat_template_utils  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    import hardpoint.engine.async_llm
-    import hardpoint.engine.llm
-    import hardpoint.worker.worker  # noqa: F401
+    import hardpoint.engine.async_llm  # noqa: F401
     from hardpoint.compat.vllm import stand_in
     from hardpoint.plugins import installed
 
+    import_engine()
     stand_in()
     installed().records("cpu")
     # At its end torch takes its operators' kernels out of their tables, one by one: 7000 pages that each fork would copy.

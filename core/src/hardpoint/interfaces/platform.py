@@ -33,7 +33,7 @@ class Platform(Contract, contract=True):
     Attributes:
         memory_utilization: share of the device's memory that an engine uses when it is not told.
         kv_bytes: most bytes for the KV cache then; None for no such limit.
-        compiles: the first run of a step compiles kernels and starts libraries, which its measured time must not include.
+        compiles: the first run of a step compiles kernels and starts libraries: it is not timed, and `Worker.warm_up` runs such steps.
         steps_in_flight: how many steps may be queued beyond the one whose output is waited for; 0 where work is done when it is asked for.
     """
 

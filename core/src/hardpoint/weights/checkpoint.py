@@ -172,6 +172,20 @@ class SafetensorsCheckpoint(Checkpoint):
     def reads_parts(self, name: str) -> bool:
         return True
 
+    def fill(self, name: str, begin: int, end: int, out: Tensor) -> None:
+        import torch
+
+        entry = self._entries[name]
+        is_stored_so = bool(entry.shape) and getattr(torch, _TORCH_DTYPES.get(entry.kind, ""), None) is out.dtype
+        if not is_stored_so or out.device.type != "cpu" or not out.is_contiguous():
+            super().fill(name, begin, end, out)
+            return
+        first = entry.offset + begin * prod(entry.shape[1:]) * out.itemsize
+        try:
+            entry.file.read_into(out.detach().view(-1).view(torch.uint8), first)
+        except OSError as error:
+            raise CorruptWeights(f"tensor {name} cannot be read", found=str(error)) from error
+
     def expert_rows(self, name: str, expert: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         rows, *row = self._entries[name].shape[1:]
         return self._chunks(name, (expert * rows, tuple(row)), begin, end)

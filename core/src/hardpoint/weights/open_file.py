@@ -45,17 +45,21 @@ class OpenFile:
         return found
 
     def read(self, offset: int, size: int) -> Tensor:
-        """Return `size` bytes from `offset` on, a uint8 vector of its own; raises CorruptWeights where the file has fewer, OSError."""
+        """Return `size` bytes from `offset` on, a uint8 vector of its own; raises as `read_into` does."""
         import torch
 
         data = torch.empty(size, dtype=torch.uint8)
-        left = data.numpy().data
-        while left:
-            count = os.preadv(self._file, [left], offset + size - len(left))
-            if count == 0:
-                raise self._truncated(offset, size)
-            left = left[count:]
+        self.read_into(data, offset)
         return data
+
+    def read_into(self, out: Tensor, offset: int) -> None:
+        """Write the bytes from `offset` on into a uint8 vector on the host; raises CorruptWeights where the file has fewer, OSError."""
+        left = out.numpy().data
+        while left:
+            count = os.preadv(self._file, [left], offset + out.nbytes - len(left))
+            if count == 0:
+                raise self._truncated(offset, out.nbytes)
+            left = left[count:]
 
     def check(self, error: int, offset: int, size: int) -> None:
         """Raise what a native read of these bytes says: CorruptWeights for -1, where the file has fewer, OSError for an error's number."""

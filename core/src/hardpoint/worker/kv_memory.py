@@ -146,7 +146,9 @@ class KVMemory:
 
     def seconds_per_swapped_block(self) -> float:
         """Estimate the time to move one block to the host: its bytes at the speed of a measured copy."""
-        sample = torch.zeros(max(4 << 20, self._spec.block_bytes), dtype=torch.uint8, device=self._torch_device)
+        # To a device so many bytes that a copy's beginning does not count; on the host, where it takes no time, touching them would.
+        least = 256 << 10 if torch.device(self._torch_device).type == "cpu" else 4 << 20
+        sample = torch.zeros(max(least, self._spec.block_bytes), dtype=torch.uint8, device=self._torch_device)
         host = self._platform.empty_host(sample.shape, torch.uint8)
         best = math.inf
         for _ in range(3):

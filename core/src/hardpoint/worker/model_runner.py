@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from hardpoint.interfaces.attention import AttentionBackend
+from hardpoint.interfaces.attention import AttentionBackend, AttentionPlan
 from hardpoint.interfaces.batch import (
     Int32Array,
     Int64Array,
@@ -345,27 +345,29 @@ class ModelRunner:
     # Graphs
 
     def warm_up(self) -> None:
-        """Run what steps are made of, then capture steps where there are to be graphs; raises GraphCaptureFailed.
+        """Run what compiles at its first use, so that no request waits for it, then capture steps where there are to be graphs.
 
-        That is a small prefill, a decode with a short context and one whose context is long enough to be attended in several parts, and a
-        copy of a block: kernels that compile at their first use do so here, and not while requests wait.
+        Raises GraphCaptureFailed.
         """
         self.drop_graphs()
-        cache, plan, num_groups = self._kv.cache, self._groups[0].plan, len(self._groups)
-        blocks = cache.shape[1 + plan.kv_cache.axes.index("block")]
+        cache, plan = self._kv.cache, self._groups[0].plan
+        if self._platform.compiles:
+            self._run_small_steps(cache, plan)
+        self._platform.synchronize()
+        if not plan.request.bidirectional:
+            self._graphs, self._graphed_cache = self._capture.capture(cache), cache
+
+    def _run_small_steps(self, cache: Tensor, plan: AttentionPlan) -> None:
+        """Run a prefill, a decode with a short context, one whose context is attended in several parts, and a copy of a block."""
+        blocks, num_groups = cache.shape[1 + plan.kv_cache.axes.index("block")], len(self._groups)
         longest = min(_LONG_CONTEXT, plan.request.max_context, blocks // num_groups * plan.block_size)
         short = min(16, longest, plan.block_size, self._max_tokens)
         prompt = dummy_batch(num_tokens=short, max_len=short, block_size=plan.block_size, max_seqs=1)
         decodes = [dummy_decode(context, plan.block_size) for context in (1, longest)]
         for batch in [prompt] if plan.request.bidirectional else [prompt, *decodes]:
             self.argmax(self.forward(in_groups(batch, num_groups, plan.block_size), cache))
-        if plan.request.bidirectional:
-            self._platform.synchronize()
-            return
-        if blocks > 1:
+        if blocks > 1 and not plan.request.bidirectional:
             self._attention.copy_blocks(cache, np.array([[0, blocks - 1]], np.int32))
-        self._platform.synchronize()
-        self._graphs, self._graphed_cache = self._capture.capture(cache), cache
 
     def drop_graphs(self) -> None:
         """Drop the graphs and their memory, if there are any."""

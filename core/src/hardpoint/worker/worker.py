@@ -270,7 +270,7 @@ class StandardWorker(Worker):
             self._loaded.draft.kv.open_tiers(num_host_blocks, num_disk_blocks, folder)
 
     def warm_up(self) -> None:
-        """Run one prefill and one decode of small steps, so that the first request finds everything in place; capture decodes.
+        """Run small steps where the first run of one compiles, so that the first request finds everything in place; capture decodes.
 
         Raises GraphCaptureFailed where graphs are planned, wanted, and not to be had.
         """
