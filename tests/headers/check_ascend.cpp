@@ -28,6 +28,4 @@ ABI_SAME_FIELD(aclrtMemAccessDesc, rsv, MemAccessDesc, rsv);
 
 static_assert(sizeof(aclrtDrvMemHandle) == sizeof(Allocation) && sizeof(aclrtStream) == sizeof(Stream) && sizeof(aclrtContext) == sizeof(Context));
 
-#ifdef PRINT_VERSION
-HEADER_VERSION ACL_MAJOR_VERSION ACL_MINOR_VERSION
-#endif
+static_assert(ACL_MAJOR_VERSION == MAJOR_VERSION && ACL_MINOR_VERSION == MINOR_VERSION, "version of the headers");

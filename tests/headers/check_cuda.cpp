@@ -29,6 +29,4 @@ ABI_SAME_FIELD(CUmemAccessDesc, flags, MemAccessDesc, flags);
 
 static_assert(sizeof(CUdeviceptr) == sizeof(Address) && sizeof(CUmemGenericAllocationHandle) == sizeof(Allocation));
 
-#ifdef PRINT_VERSION
-HEADER_VERSION CUDA_VERSION
-#endif
+static_assert(CUDA_VERSION / 1000 == MAJOR_VERSION && CUDA_VERSION % 1000 / 10 == MINOR_VERSION, "version of the headers");

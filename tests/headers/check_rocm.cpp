@@ -30,6 +30,4 @@ ABI_SAME_FIELD(hipMemAccessDesc, flags, MemAccessDesc, flags);
 
 static_assert(sizeof(hipMemGenericAllocationHandle_t) == sizeof(Allocation));
 
-#ifdef PRINT_VERSION
-HEADER_VERSION HIP_VERSION_MAJOR HIP_VERSION_MINOR
-#endif
+static_assert(HIP_VERSION_MAJOR == MAJOR_VERSION && HIP_VERSION_MINOR == MINOR_VERSION, "version of the headers");
