@@ -11,8 +11,9 @@ from typing import Any
 
 @cache
 def quicken_interpreter() -> None:
-    """Have Triton's interpreter patch its language once in a launch, remember what follows from a shape and which numpy types stand for
-    its own, and compute an overflow's condition only for an assertion that is switched on (`debug`).
+    """Have Triton's interpreter patch its language once in a launch, and look once for what to patch; call built-in functions without their
+    wrappers, remember what follows from a shape and which numpy types stand for its own, take operands that are alike as they are, and
+    compute an overflow's condition only for an assertion that is switched on (`debug`).
 
     Conversions between float32 and bfloat16 are shifts of bits, but for subnormal numbers.
 
@@ -24,13 +25,14 @@ def quicken_interpreter() -> None:
 
     semantic = type(interpreter.interpreter_semantic)
     if not all(
-        hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "_convert_float")
+        hasattr(interpreter, name)
+        for name in ("_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "_convert_float")
     ):
         return
     if not hasattr(semantic, "binary_op_sanitize_overflow_impl"):
         return
 
-    patch_language = interpreter._patch_lang
+    patch_language, found = interpreter._patch_lang, {}
     launch = SimpleNamespace(patched=frozenset())
 
     @cache
@@ -38,12 +40,46 @@ def quicken_interpreter() -> None:
         return frozenset(it for it in function.__globals__.values() if inspect.ismodule(it) and it in (tl, tl.core))
 
     def patch_once(function: Any) -> Any:
-        if launch.patched and languages_of(function) <= launch.patched:
+        languages = languages_of(function)
+        if launch.patched and languages <= launch.patched:
             return interpreter._LangPatchScope()
-        scope = patch_language(function)
+        if languages not in found:
+            scope = patch_language(function)
+            found[languages] = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in scope._changes]
+        else:
+            scope = interpreter._LangPatchScope()
+            for patch in found[languages]:
+                scope.set_attr(*patch)
         # So that the end of the launch undoes it, too.
-        scope.set_attr(launch, "patched", launch.patched | languages_of(function))
+        scope.set_attr(launch, "patched", launch.patched | languages)
         return scope
+
+    interpreted = interpreter.interpreter_semantic
+    wrapper = tl.core.builtin(quicken_interpreter).__code__  # that of any function
+
+    def patch_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if member.__code__ is wrapper:  # which asks no more than that `_semantic` is given
+            member = member.__wrapped__
+        scope.set_attr(
+            owner, name, lambda *args, _semantic=None, **named: member(*args, _semantic=interpreted, **named)
+        )
+
+    compare = tl.tuple.__eq__
+
+    def shapes_compared(self: Any, other: Any) -> Any:
+        values = other.values if type(other) is tl.tuple else other
+        if type(values) is list and all(type(one) is int for one in values):
+            return tl.constexpr(self.values == values)
+        return compare(self, other)
+
+    check_operands = semantic.binary_op_type_checking_impl
+
+    def operands_checked(self: Any, left: Any, right: Any, *which: Any, **asked: Any) -> Any:
+        # What is alike is neither converted nor broadcast. One shape is one object: see tensor_of_known_shape.
+        alike = type(left) is type(right) is tl.tensor and left.dtype is right.dtype and left.shape is right.shape
+        if alike and left.dtype.name in ("int32", "int64", "fp32"):
+            return left, right
+        return check_operands(self, left, right, *which, **asked)
 
     make_block, blocks = tl.block_type.__init__, {}
 
@@ -94,6 +130,9 @@ def quicken_interpreter() -> None:
             check_overflow(self, *operation)
 
     interpreter._patch_lang = patch_once
+    interpreter._patch_attr = patch_builtin
+    tl.tuple.__eq__ = shapes_compared
+    semantic.binary_op_type_checking_impl = operands_checked
     tl.block_type.__init__ = block_of_known_shape
     tl.tensor.__init__ = tensor_of_known_shape
     interpreter._get_np_dtype = np_dtype
