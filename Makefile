@@ -91,7 +91,7 @@ dist/.built: $(STAMP) LICENSE scripts/make_dist.sh $(shell find core/src backend
 	PYTHON=$(BIN)/python scripts/make_dist.sh
 	touch $@
 
-test-dist: dist/.built  ## What `make dist` built, in bare environments: a prompt, extras, upgrade, uninstalling, an sdist
+test-dist: dist/.built  ## What `make dist` built, in bare environments: a prompt, extras, upgrade, uninstalling (`make sanitize` builds an sdist)
 	HARDPOINT_DIST=dist $(BIN)/python -m pytest -q -p no:cacheprovider tests/packages
 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
@@ -164,7 +164,7 @@ device-check: $(wildcard $(STAMP))  ## Every check of real hardware; explains it
 
 sanitize: sanitize-addresses sanitize-threads  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer, in the portable build
 
-sanitize-addresses: $(STAMP)
+sanitize-addresses: dist/.built
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
 
 sanitize-threads: $(STAMP)

@@ -5,7 +5,8 @@
 #   scripts/test_variant.sh sanitize-all  the same with every instruction set: minutes more to build
 #   scripts/test_variant.sh tsan          ThreadSanitizer: the memory engine and its driver for the CPU, in tests with threads
 #
-# PYTHON names the interpreter of the development environment, whose third-party packages are used (not its editable installs).
+# PYTHON names the interpreter of the development environment, whose third-party packages are used (not its editable installs). The sanitize
+# variants need what `make dist` builds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 variant=$1
@@ -36,8 +37,10 @@ install ./conformance_tests
 case $variant in
   sanitize | sanitize-all)
     portable=$([ "$variant" = sanitize ] && echo ON || echo OFF)
+    # From the sdist, which is shown by this to build where the core is installed: the plain one, since it is imported for its headers.
+    install_as_developed ./core
+    install dist/hardpoint_cpu-*.tar.gz -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.HARDPOINT_PORTABLE="$portable"
     install ./core -C cmake.define.HARDPOINT_SANITIZE=address,undefined
-    install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.HARDPOINT_PORTABLE="$portable"
     install_as_developed ./simulators
     for vendor in cuda rocm ascend; do
       install "./backends/$vendor" -C cmake.define.HARDPOINT_SANITIZE=address,undefined
