@@ -403,6 +403,11 @@ def _of_assembly(text: str) -> tuple[int, int]:
     return number("vgpr_count"), spilled
 
 
+def forks(workers: int) -> ProcessPoolExecutor:
+    """Return processes that have imported what this one has, which takes as long as to compile several kernels."""
+    return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
+
+
 def problems(job: Job, used: Resources) -> list[str]:
     """Return what is wrong with a kernel's needs, in words."""
     limit, found = MACHINES[job.machine].shared_bytes, []
@@ -418,7 +423,7 @@ def run(wanted: Sequence[Job], known: dict[str, Resources], workers: int) -> dic
     began, found, bad = time.perf_counter(), dict[str, Resources](), 0
     missing = {key: job for job in wanted if (key := job.key()) not in known}
     print(f"{'target':8}{'kernel':12}{'registers':>10}{'shared':>9}{'spilled':>9}  {'warps x stages':16}for")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with forks(workers) as pool:
         fresh = dict(zip(missing, pool.map(compiled, missing.values()), strict=True))
     for job in wanted:
         used = found[job.key()] = fresh.get(job.key()) or known[job.key()]
@@ -439,7 +444,7 @@ def differences(wanted: Sequence[Job], known: dict[str, Resources], again: int, 
     """Compile some jobs again whose needs are known; return where these are not what is written, in words."""
     candidates = [job for job in wanted if job.key() in known]
     drawn = random.sample(candidates, min(again, len(candidates)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with forks(workers) as pool:
         found = list(pool.map(compiled, drawn))
     print(f"{len(drawn)} kernels compiled again, to compare")
     return [
