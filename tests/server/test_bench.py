@@ -11,10 +11,14 @@ from tests.server.conftest import KEY, Running
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_the_benchmark_counts_the_servers_tokens(server: Running, capsys: pytest.CaptureFixture[str], api: str) -> None:
+def test_the_benchmark_counts_the_servers_tokens(
+    slow_server: Running, capsys: pytest.CaptureFixture[str], api: str
+) -> None:
     options = ["--num-requests", "3", "--warmup", "0", "--input-len", "8:12", "--output-len", "5", "--concurrency", "2"]
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "serve", "--base-url", server.server.url, "--api-key", KEY, "--api", api, "--json", *options])
+        main(
+            ["bench", "serve", "--base-url", slow_server.server.url, "--api-key", KEY, "--api", api, "--json", *options]
+        )
     assert ended.value.code in (0, None)
     report = json.loads(capsys.readouterr().out)
     assert (report["succeeded"], report["failed"], report["output_tokens"]) == (3, 0, 15)

@@ -25,6 +25,7 @@ import trustme
 from hardpoint.cli import app
 from hardpoint.cli.exit_codes import ExitCode
 from tests.leaks import Belongings
+from tests.server.conftest import NO_TLS
 from tests.server.test_robust import LONG, until
 
 ENGINE = ("--max-model-len", "1024", "--num-blocks", "256", "--dtype", "float32")
@@ -119,14 +120,6 @@ def gone(pids: list[int]) -> bool:
     )
 
 
-def test_quantised_weights_are_multiplied_as_they_are_stored(shallow: str) -> None:
-    with command(shallow, device="cpu") as server:
-        server.url()
-        assert re.search(r"multiplied as blocks: \d+ in Q4_1", server.text)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.ended() == 0
-
-
 def test_tls_keys_and_sigterm(device: str, tmp_path: Path) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
@@ -175,7 +168,7 @@ def test_ctrl_c_ends_it_in_order_and_twice_at_once(device: str, tmp_path: Path) 
         next(iter(stream))
         engines = server.engines()
         server.process.send_signal(signal.SIGINT)
-        until(lambda: httpx.get(f"{server.url()}/ready").status_code == 503)
+        until(lambda: httpx.get(f"{server.url()}/ready", verify=NO_TLS).status_code == 503)
         server.process.send_signal(signal.SIGINT)
         assert server.ended() == -signal.SIGINT
         with pytest.raises(openai.APIConnectionError):
@@ -188,6 +181,7 @@ def test_ctrl_c_ends_it_in_order_and_twice_at_once(device: str, tmp_path: Path) 
         asked: Any = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
         # More connections than files that may be open at the start.
         host, port = server.url().removeprefix("http://").split(":")
+        assert re.search(r"multiplied as blocks: \d+ in Q4_1", server.text)
         idle = [socket.create_connection((host, int(port))) for _ in range(300)]
         assert "Paris" in client.completions.create(**asked).choices[0].text
         question: Any = {"input": "What is the capital of France?", "instructions": "Be brief."}

@@ -388,6 +388,6 @@ def test_a_body_that_is_no_json(server: Running, body: bytes) -> None:
 
 def test_keys(server: Running) -> None:
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{server.server.url}/v1", api_key="other", max_retries=0).models.list()
+        server.openai.with_options(api_key="other").models.list()
     assert server.users.get("/health", headers={"Authorization": ""}).status_code == 200
     assert server.users.get("/metrics", headers={"Authorization": ""}).status_code == 401

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sy
 import hardpoint.server.page
 from hardpoint.server.ray_app import front_app
 from hardpoint.server.run import ServerSettings
-from tests.server.conftest import KEY, TOKEN, Running
+from tests.server.conftest import KEY, NO_TLS, TOKEN, Running
 from tests.server.test_robust import LONG, running, until
 
 CHROMIUM = shutil.which("chromium")
@@ -86,7 +86,7 @@ def test_the_page_is_open_and_lets_nothing_else_in(server: Running) -> None:
     assert control is not None
     for url, interface in ((server.server.url, "users"), (control, "operators")):
         for path in ("/", "/page.css", "/page.js"):
-            answer = httpx.get(url + path)
+            answer = httpx.get(url + path, verify=NO_TLS)
             assert answer.status_code == 200
             policy = answer.headers["content-security-policy"]
             assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
@@ -94,8 +94,8 @@ def test_the_page_is_open_and_lets_nothing_else_in(server: Running) -> None:
             assert "frame-ancestors 'none'" in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert not re.search(r"(?<!xmlns=')https?://", answer.text)
-        assert f'data-interface="{interface}"' in httpx.get(f"{url}/").text
-        assert httpx.get(f"{url}/metrics").status_code == 401
+        assert f'data-interface="{interface}"' in httpx.get(f"{url}/", verify=NO_TLS).text
+        assert httpx.get(f"{url}/metrics", verify=NO_TLS).status_code == 401
     assert server.users.get("/openapi.json").text.count("page.js") == 0
 
 

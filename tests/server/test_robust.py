@@ -345,6 +345,9 @@ def test_the_log_says_nothing_of_prompts(slow_server: Running, caplog: pytest.Lo
     for body in ({"prompt": secret, "max_tokens": 2}, {"prompt": secret, "n": -1}, {"prompt": secret, "secret": 1}):
         slow_server.users.post("/v1/completions", json=body)
         slow_server.users.post(f"/v1/completions?q={secret}", json=body)
+    # A line is written once the answer was sent: that of the last request is waited for.
+    slow_server.users.post("/v1/completions", json={"prompt": secret, "n": -1}, headers={"x-request-id": "the-last"})
+    until(lambda: any(line.endswith(" the-last") for line in caplog.messages))
     assert any("POST /v1/completions 200" in record.getMessage() for record in caplog.records)
     assert secret not in caplog.text
     assert secret not in slow_server.users.get("/metrics").text

@@ -13,19 +13,20 @@ import pytest
 from hardpoint import LLM
 from hardpoint.engine import startup
 from hardpoint.models import load_tokenizer
+from hardpoint.models.source import ModelSource
 from hardpoint.plugins import installed
 
 sys.path.insert(0, str(Path(__file__).parent))
 import simulated_device
 
-_loaded: list[Any] = []
+_loaded: list[tuple[Any, ModelSource]] = []
 
 
-def _tokenizer(*arguments: Any) -> Any:
-    """Load the demo model's tokenizer once for all engines."""
+def _tokenizer(source: ModelSource, *arguments: Any) -> Any:
+    """Load the demo model's tokenizer once for all engines, and keep its file open, whose header is then read once, too."""
     if not _loaded:
-        _loaded.append(load_tokenizer(*arguments))
-    return _loaded[0]
+        _loaded.append((load_tokenizer(source, *arguments), source))
+    return _loaded[0][0]
 
 
 @pytest.fixture(scope="session")

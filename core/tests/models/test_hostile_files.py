@@ -109,6 +109,7 @@ def test_every_value_of_a_configuration(config: dict[str, Any], tmp_path: Path) 
     hostile = HOSTILE if config is not FOREIGN else HOSTILE[::5]  # transformers' own reading takes 50 ms
     for name in [*config, "quantization_config", "dtype", "rope_scaling", "partial_rotary_factor", "text_config"]:
         for value in hostile:
+            file.unlink()  # one that is cut and not new is written to the disk at once
             file.write_text(json.dumps(config | {name: value}))
             try:
                 describe(tmp_path)
@@ -147,6 +148,7 @@ def test_every_value_that_a_family_has_for_itself(name: str, tmp_path: Path) -> 
     refused = 0
     for key in own:
         for value in HOSTILE:
+            file.unlink()  # one that is cut and not new is written to the disk at once
             file.write_text(json.dumps(config | {key: value}))
             try:
                 describe(tmp_path)

@@ -107,6 +107,7 @@ def test_the_demos_light_tokenizer_is_transformers_own() -> None:
             ours = light.backend_tokenizer.decode(ids, skip_special_tokens=skip)
             assert ours == light.decode(ids, skip_special_tokens=skip)
     assert light.vocab_size == len(light) == light.backend_tokenizer.get_vocab_size()
+    assert light.special_tokens_map == light._transformers.special_tokens_map
 
 
 @pytest.mark.parametrize("pre", ["default", "smollm"])
@@ -123,6 +124,7 @@ def test_a_light_byte_level_tokenizer_is_transformers_own(tmp_path: Path, pre: s
             ids = light.encode(text, add_special_tokens=special)
             assert ids == light(text, add_special_tokens=special).input_ids, text
             assert light.backend_tokenizer.decode(ids, skip_special_tokens=False) == light.decode(ids)
+    assert light.special_tokens_map == light._transformers.special_tokens_map
 
 
 def test_a_plain_folder_is_read_without_transformers(tmp_path: Path) -> None:
@@ -185,6 +187,9 @@ def test_what_changes_a_folders_vocabulary_is_transformers_to_read(case: str, tm
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = load_tokenizer(open_model(str(tmp_path)))
     assert isinstance(tokenizer, LightTokenizer) == (case in PLAIN)
+    if case in PLAIN:
+        assert "special_tokens_map" in vars(tokenizer)
+        assert tokenizer.special_tokens_map == tokenizer._transformers.special_tokens_map
     for text in ("the moon is <s> round", "the<mask> <sep> <image> flat moon"):
         assert tokenizer.encode(text) == tokenizer(text).input_ids
 
@@ -204,7 +209,9 @@ def test_known_families_are_opened_without_transformers(tmp_path: Path) -> None:
 def test_the_demos_tokenizer_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; from hardpoint.models import load_tokenizer, open_model; "
-        "print(load_tokenizer(open_model('demo')).encode('Hi'), {'torch', 'transformers'} & set(sys.modules))"
+        "from hardpoint.models.tokenizer import write_chat; tokenizer = load_tokenizer(open_model('demo')); "
+        "text = write_chat(tokenizer, [{'role': 'user', 'content': 'Hi'}], None, True); "
+        "print(tokenizer.encode(text), {'torch', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("set()")

@@ -55,6 +55,7 @@ _IGNORES_MERGES = _LLAMA3_LIKE | {"minicpm5", "youtu", "granite-embed-multi-97m"
 _GPT2_SPLIT = frozenset({None, "default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling"})
 _VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_USUAL_TOKENS = {*_SPECIAL_TOKENS, "sep_token", "cls_token", "mask_token"}
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take a tokenizer.json as it is."""
 _CHANGES_BACKEND = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map")
@@ -86,14 +87,24 @@ class LightTokenizer:
     Attributes:
         backend_tokenizer: of the `tokenizers` library.
         chat_template: in Jinja, None where there is none.
+        special_tokens_map: texts of special tokens by the names under which templates know them.
 
     Args:
         load: makes transformers' tokenizer of the same vocabulary; called when something else is asked for.
+        special: the map of special tokens; None where transformers' tokenizer is to be asked for it.
     """
 
-    def __init__(self, backend: Tokenizer, chat_template: str | None, load: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        backend: Tokenizer,
+        chat_template: str | None,
+        load: Callable[[], Any],
+        special: Mapping[str, str] | None = None,
+    ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
+        if special is not None:
+            self.special_tokens_map = special
         self._load = load
 
     @cached_property
@@ -330,7 +341,7 @@ def _light_from_folder(folder: Path) -> LightTokenizer | None:
         return None
     backend.no_padding()
     backend.no_truncation()
-    return LightTokenizer(backend, template, partial(_from_folder, folder))
+    return LightTokenizer(backend, template, partial(_from_folder, folder), _usual_tokens(given))
 
 
 def _read_beside(file: Path) -> dict[str, Any]:
@@ -339,11 +350,26 @@ def _read_beside(file: Path) -> dict[str, Any]:
 
 def _named_tokens(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the special tokens that settings name; transformers adds those that a vocabulary does not have."""
-    own = (value for name, value in settings.items() if name.endswith("_token") and isinstance(value, (str, dict)))
+    own = _own_tokens(settings)
     listed = settings.get("additional_special_tokens") or ()
     of_model = settings.get("model_specific_special_tokens") or {}
-    for token in (*own, *listed, *of_model.values()):
-        yield token["content"] if isinstance(token, dict) else token
+    for token in (*own.values(), *listed, *of_model.values()):
+        yield _text(token)
+
+
+def _own_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in settings.items() if name.endswith("_token") and isinstance(one, (str, dict))}
+
+
+def _text(token: str | dict[str, Any]) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _usual_tokens(settings: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the special tokens that settings name; None where some are of one model alone, named as transformers' version has it."""
+    own = _own_tokens(settings)
+    others = any(map(settings.get, ("additional_special_tokens", "model_specific_special_tokens")))
+    return {name: _text(token) for name, token in own.items()} if not others and own.keys() <= _USUAL_TOKENS else None
 
 
 def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
@@ -383,7 +409,8 @@ def _light_from_gguf(file: GGUFFile) -> LightTokenizer | None:
     ]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
     _add_ends(backend, file, special, vocabulary)
-    return LightTokenizer(backend, _chat_template(file), partial(_reopened, file.path))
+    named = {name: token for name, token in special.items() if token is not None}
+    return LightTokenizer(backend, _chat_template(file), partial(_reopened, file.path), named)
 
 
 def _reopened(path: Path) -> Any:
