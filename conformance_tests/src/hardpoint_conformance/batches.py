@@ -386,7 +386,8 @@ class AttentionBench:
             return torch.empty(shape, dtype=dtype)
         # Whole numbers from -8 to 7: every type of a cache holds them.
         leftovers = np.frombuffer(self._rng.bytes(math.prod(shape)), np.int8) >> 4
-        image = torch.from_numpy(leftovers.reshape(shape)).to(dtype, copy=True)
+        # By way of float32: torch makes half precision of integers one by one.
+        image = torch.from_numpy(leftovers.reshape(shape)).to(torch.float32).to(dtype)
         self._write(image, [Span(seq, 0, length) for seq, length in enumerate(held)])
         return image
 

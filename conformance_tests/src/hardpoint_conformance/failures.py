@@ -7,11 +7,13 @@ the assertion, what was found are the values that pytest saw in it, or its messa
 from __future__ import annotations
 
 import ast
+import inspect
 import sysconfig
 import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -56,12 +58,23 @@ def likely_causes(clause: str) -> str:
 
 def _statement(error: pytest.ExceptionInfo[BaseException]) -> tuple[ast.stmt | None, str]:
     """Return the innermost statement of the suite that was running, and the text of its file."""
-    entries = [entry for entry in error.traceback if _SUITE in Path(entry.path).parents]
-    if not entries:
+    entry = next((entry for entry in reversed(error.traceback) if _SUITE in Path(entry.path).parents), None)
+    if entry is None:
         return None, ""
-    source = Path(entries[-1].path).read_text("utf-8")
-    line = entries[-1].lineno + 1
-    return max(_around(ast.parse(source), line), key=lambda node: node.lineno, default=None), source
+    source = Path(entry.path).read_text("utf-8")
+    statements = _around(ast.parse(_alone(entry.frame.code.raw, source)), entry.lineno + 1)
+    return max(statements, key=lambda node: node.lineno, default=None), source
+
+
+def _alone(code: CodeType, source: str) -> str:
+    """Return a file's text without what is around a function, which stays at its place: the whole takes many times as long to parse."""
+    is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+    if not is_function:
+        return source
+    before = code.co_firstlineno - 1
+    lines = source.splitlines(keepends=True)[before:]
+    first = "if True:\n" if lines[0][0].isspace() else ""
+    return "\n" * (before - bool(first)) + first + "".join(inspect.getblock(lines))
 
 
 def _around(node: ast.AST, line: int) -> Iterator[ast.stmt]:
@@ -101,14 +114,17 @@ def _found(value: BaseException, statement: ast.stmt | None) -> str:
 
 def _place(error: pytest.ExceptionInfo[BaseException]) -> str:
     """Return the innermost line of the backend's own Python, in which an error came up; "" where there is none."""
-    libraries = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
     for entry in reversed(error.traceback):
-        path = Path(entry.path)
         package = str(entry.frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_library = any(root in path.parents for root in libraries) and "site-packages" not in path.parts
-        if path.exists() and not is_library and package not in _NOT_THE_BACKENDS and _SUITE not in path.parents:
+        if package not in _NOT_THE_BACKENDS and _is_a_backends(path := Path(entry.path)):
             return f"{path.parent.name}/{path.name}:{entry.lineno + 1}, in {entry.name}"
     return ""
+
+
+def _is_a_backends(path: Path) -> bool:
+    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    is_library = any(root in path.parents for root in libraries) and "site-packages" not in path.parts
+    return path.exists() and not is_library and _SUITE not in path.parents
 
 
 def _text(node: ast.expr | ast.stmt, source: str) -> str:

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from hardpoint_conformance.clauses import Clause
 
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+_UNUSED = (
+    *("cacheprovider", "terminalreporter", "logging"),
+    # They look for what warnings, which are ignored, could be given of, by a garbage collection each.
+    *("threadexception", "unraisableexception"),
+    # Each fork would register them.
+    *("debugging", "doctest", "junitxml", "legacypath", "pastebin", "recwarn", "setuponly", "setupplan", "stepwise"),
+    *("subtests", "unittest"),
+)
+"""Plugins of pytest."""
 _POLL_SECONDS = 0.01
 _SUITE = Path(__file__).with_name("suite")
 
@@ -108,7 +117,7 @@ def collect(backend: str) -> tuple[Case, ...]:
     """
     found = _Collection()
     with _quiet() as output, _working_directory(), _no_other_plugins():
-        status = pytest.main([*_options(backend), "--collect-only", str(_SUITE)], plugins=[found])
+        status = pytest.main([*_options(backend), "--collect-only", str(_SUITE)], plugins=[plugin, found])
         if status != pytest.ExitCode.OK:
             raise RuntimeError(f"the suite cannot be collected ({status!r}):\n{output.read_text()[-4000:]}")
     return tuple(found.cases)
@@ -235,7 +244,7 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
         options = [f"--seed={job.seed}", f"--clauses={','.join(job.clauses)}", "--results=results.jsonl"]
         own = [_FirstFailure()] if job.first_failure else []
         with _no_other_plugins():
-            status = int(pytest.main([*_options(backend), *options, *job.files], plugins=own))
+            status = int(pytest.main([*_options(backend), *options, *job.files], plugins=[plugin, *own]))
         (folder / "modules").write_text("\n".join(sorted(set(sys.modules) - imported)))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -244,27 +253,9 @@ def _run_job(job: Job, backend: str, folder: Path) -> None:
 
 
 def _options(backend: str) -> Sequence[str]:
-    quiet = [
-        "-q",
-        "--no-header",
-        "-p",
-        plugin.__name__,
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:terminalreporter",
-        "-p",
-        "no:logging",
-        # They look for what warnings, which are ignored, could be given of, by a garbage collection each.
-        "-p",
-        "no:threadexception",
-        "-p",
-        "no:unraisableexception",
-        # Of a failure its error is told, and not the lines that led to it, which are found by parsing their files.
-        "--tb=line",
-        "-W",
-        "ignore",
-    ]
+    quiet = ["-q", "--no-header", *(f"-pno:{name}" for name in _UNUSED)]
+    # Of a failure its error is told, and not the lines that led to it, which are found by parsing their files.
+    quiet += ["--tb=line", "-W", "ignore"]
     own = ["-c", os.devnull, f"--rootdir={_SUITE}", f"--confcutdir={_SUITE}"]
     return [*quiet, *own, f"--backend={backend}"]
 

@@ -52,8 +52,10 @@ Source = Sequence[FileExtent] | Callable[[], None]
 
 def content(size: int, seed: int = 0) -> bytes:
     """Return bytes that tell their seed and their place."""
-    words = np.arange(-(-size // 8), dtype=np.uint64)
-    return ((words + np.uint64(seed * 7919 + 1)) * np.uint64(0x9E3779B97F4A7C15)).tobytes()[:size]
+    first = seed * 7919 + 1
+    words = np.arange(first, first + -(-size // 8), dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    return words.view(np.uint8)[:size].tobytes()
 
 
 def obstacle(target: Target, way: str) -> str:

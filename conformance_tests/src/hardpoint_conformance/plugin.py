@@ -136,6 +136,16 @@ def test_id(item: pytest.Item, clause: Clause) -> str:
     return clause.id + bracket + parameters
 
 
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """Make no tests of clauses that --clauses leaves out: of a file with one test that is wanted this is most of the work."""
+    wanted = collector.config.getoption("clauses")
+    marks = getattr(obj, "pytestmark", ()) if wanted else ()
+    clauses = [mark.kwargs["clause"].id for mark in marks if mark.name == MARK]
+    return [] if clauses and clauses[0] not in wanted.split(",") else None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give parameters their values from the claims, and repeat tests with random inputs: for the run's seed, and for exploration."""
     from hardpoint_conformance.levels import Level
