@@ -277,16 +277,15 @@ def test_texts_that_follow_a_grammar_are_those_without(
     itself = {"method": "draft_model", "model": shallow_demo, "num_speculative_tokens": 3, "adaptive": False}
     speculation = NGRAM if method == "ngram" else itself
     with engine(shallow_demo, dtype="float32", speculative_config=speculation, **settings) as llm:
-        found = guided_results(llm, GUIDED[:-1])
+        found = guided_results(llm)
         stats = llm.stats()
-        assert stats.accepted_tokens > 20
+        free = GUIDED[-1][1]["max_tokens"]
+        assert stats.accepted_tokens > 20 + free, "many of texts with grammars"
         if method == "draft_model":
             # What a model guesses for itself by the same masks is right, but for two guesses at most behind the end of a text.
             ended = sum(reason == "stop" for _, _, reason, _ in found)
             assert 0 <= stats.draft_tokens - stats.accepted_tokens <= 2 * ended
-        mode = settings.get("logprobs_mode", "raw_logprobs")
-        assert found == guided_expected[mode][:-1]
-        assert guided_results(llm) == guided_expected[mode]
+        assert found == guided_expected[settings.get("logprobs_mode", "raw_logprobs")]
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,7 @@ class AscendAttention(AttentionBackend):
 
     def _triangle(self) -> Tensor:
         if self._mask is None:
-            ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool)
-            self._mask = ones.triu(1).to(self._device.torch_device)
+            self._mask = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu_(1).to(self._device.torch_device)
         return self._mask
 
 
