@@ -45,8 +45,12 @@ SHALLOW = Shape(hidden=576, intermediate=1536, layers=2, heads=9, kv_heads=3, he
 
 @contextmanager
 def engine(model: str = "demo", **settings: Any) -> Iterator[LLM]:
-    """Make an engine with float32 weights, of the demo model by default, and shut it down."""
-    settings = {"dtype": "float32", "backend": "cpu", "max_model_len": 1024, "num_device_blocks": 256} | settings
+    """Make an engine with float32 weights, of the demo model by default, and shut it down.
+
+    Its steps are small, since one of the largest is run at a start.
+    """
+    sizes = {"max_model_len": 1024, "num_device_blocks": 256, "max_num_batched_tokens": 256}
+    settings = {"dtype": "float32", "backend": "cpu"} | sizes | settings
     llm = LLM(model, **settings)
     try:
         yield llm

@@ -40,6 +40,7 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.sampling import RequestOutputKind
 from tests.e2e.conftest import drain
+from tests.warm_processes import WarmPopen
 
 TOKENS = {"prompt_token_ids": [5, 9, 22, 7]}
 """A prompt of the model without tokenizer."""
@@ -413,14 +414,21 @@ waited.shutdown()
 """
 
 
-def test_a_forked_child_makes_engines_of_its_own_and_is_refused_its_parents(shallow_demo: str) -> None:
+def test_a_forked_child_makes_engines_of_its_own_and_is_refused_its_parents(shallow_demo: str, tmp_path: Path) -> None:
     """Threads are not there after a fork: neither the engine's, which would not answer, nor those of torch's operators."""
-    done = subprocess.run([sys.executable, "-c", FORKED, shallow_demo], capture_output=True, text=True, timeout=240)
-    assert done.stdout.splitlines() == [
+    program = tmp_path / "forked.py"
+    program.write_text(FORKED)
+    command = [sys.executable, "-P", str(program), shallow_demo]
+    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert out.splitlines() == [
         "the engine belongs to the process that started it. Make an engine in this one",
         "True",
         "0 True",
-    ], done.stderr
+    ], err
 
 
 def test_a_profile_is_a_file_of_what_the_rank_did(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -171,7 +172,7 @@ def test_a_function_in_the_loops_own_thread_does_not_wait_for_itself(shallow: Mo
 # Words that must not come
 
 
-def test_bad_words_do_not_come(llm: LLM, make_engine: Any) -> None:
+def test_bad_words_do_not_come(llm: LLM) -> None:
     """Each is taken from the text before, so that it would come; what is left is the best of the rest at every step."""
     prompt = "The capital of France is"
     params = SamplingParams(temperature=0, max_tokens=12)
@@ -181,8 +182,16 @@ def test_bad_words_do_not_come(llm: LLM, make_engine: Any) -> None:
     text = after.outputs[0].text
     assert text != before.outputs[0].text
     assert not any(word in text for word in words)
-    with make_engine(engine_process=True, num_device_blocks=32, max_model_len=128) as other:
-        (again,) = other.generate(prompt, params.clone(bad_words=words))
+
+
+def test_bad_words_do_not_come_of_an_engine_process(shallow_llm: LLM, shallow_demo: str, make_engine: Any) -> None:
+    prompt, params = "The capital of France is", SamplingParams(temperature=0, max_tokens=12)
+    (before,) = shallow_llm.generate(prompt, params)
+    word = max(re.findall(r"\w+", before.outputs[0].text), key=len)
+    (after,) = shallow_llm.generate(prompt, params.clone(bad_words=[word]))
+    assert word not in after.outputs[0].text
+    with make_engine(shallow_demo, engine_process=True, num_device_blocks=32, max_model_len=128) as other:
+        (again,) = other.generate(prompt, params.clone(bad_words=[word]))
     assert again.outputs[0].token_ids == after.outputs[0].token_ids
 
 

@@ -286,6 +286,8 @@ def test_texts_that_follow_a_grammar_are_those_without(
             ended = sum(reason == "stop" for _, _, reason, _ in found)
             assert 0 <= stats.draft_tokens - stats.accepted_tokens <= 2 * ended
         assert found == guided_expected[settings.get("logprobs_mode", "raw_logprobs")]
+        if settings.get("max_num_seqs"):
+            assert stats.prefix_hits > 0, "of those that begin later"
 
 
 @pytest.mark.parametrize(

@@ -169,15 +169,16 @@ def test_the_demo_model_keeps_to_what_is_asked(llm: LLM) -> None:
     assert re.fullmatch(r"[^\n]*\n[0-9]{3}", after.outputs[0].text)
 
 
-@pytest.mark.parametrize(
-    "asked", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "logprobs": 2, "presence_penalty": 0.5, "top_k": 20}]
-)
-def test_a_grammar_of_all_texts_changes_nothing(llm: LLM, asked: dict[str, Any]) -> None:
-    free = llm.generate(PROMPTS[:6], params(max_tokens=24, **asked), use_tqdm=False)
-    bound = llm.generate(
-        PROMPTS[:6], params(max_tokens=24, structured_outputs={"regex": "(?s:.*)"}, **asked), use_tqdm=False
-    )
-    assert [one.outputs for one in bound] == [one.outputs for one in free]
+def test_a_grammar_of_all_texts_changes_nothing(llm: LLM) -> None:
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5, "logprobs": 2, "presence_penalty": 0.5, "top_k": 20},
+    ]
+    free = [params(max_tokens=24, **one) for one in asked for _ in range(6)]
+    bound = [one.clone(structured_outputs={"regex": "(?s:.*)"}) for one in free]
+    prompts = PROMPTS[:6] * len(asked)
+    before, after = (llm.generate(prompts, some, use_tqdm=False) for some in (free, bound))
+    assert [one.outputs for one in after] == [one.outputs for one in before]
 
 
 def test_neither_side_notices_the_other_in_a_batch(random: LLM, expected: list[Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .models import snapshots, write_cache
+from .models import snapshots
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
@@ -54,7 +54,6 @@ def run_scripts(scripts: Sequence[Path] = SCRIPTS) -> list[Run]:
     with tempfile.TemporaryDirectory() as folder:
         cache, reports = Path(folder) / "cache", Path(folder) / "reports"
         reports.mkdir()
-        write_cache(cache)
         variables = {
             "HF_HUB_CACHE": str(cache),
             "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,5 @@
-"""`python -m tests.vllm_scripts.warm FOLDER SCRIPT...` runs each script in a process of its own, forked from this one.
+"""`python -m tests.vllm_scripts.warm FOLDER SCRIPT...` writes their models into the cache (HF_HUB_CACHE), and runs each script in a process
+of its own, forked from this one.
 
 A fork has torch and this engine imported, which would take most of a short script's time, and so have its ranks; it shares nothing else.
 What it printed and what became of it is written to FOLDER, one JSON file for each script.
@@ -18,6 +19,7 @@ import traceback
 import weakref
 from pathlib import Path
 
+from tests.vllm_scripts.models import write_cache
 from tests.warm_processes import WarmPopen, children_by, freeze, import_engine, start_server
 
 SECONDS = 240
@@ -65,8 +67,10 @@ def main() -> None:
     gc.disable()  # what is imported stays
 
     import llguidance  # noqa: F401
+    import torch.profiler  # noqa: F401
     import transformers.models.auto.tokenization_auto
-    import transformers.models.llama.configuration_llama
+    import transformers.models.llama.modeling_llama
+    import transformers.processing_utils
     import transformers.utils.chat_template_utils  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
@@ -84,6 +88,11 @@ def main() -> None:
     # A thread would be missing in a fork, with whatever it holds.
     assert threading.active_count() == 1, threading.enumerate()
     freeze()
+    writer = os.fork()  # for which models are computed, and so threads are made
+    if not writer:
+        write_cache(Path(os.environ["HF_HUB_CACHE"]))
+        os._exit(0)
+    assert os.waitpid(writer, 0)[1] == 0
     for script in scripts:
         report = folder / f"{script.stem}.json"
         process = os.fork()

@@ -187,34 +187,11 @@ def _check_mask(mask: Tensor | None, sparse_mode: int, pre_tokens: int, next_tok
     )
     sizes = (*[1] * (mask.dim() - 2), MASK_SIZE, MASK_SIZE)
     require(2 <= mask.dim() <= 4 and tuple(mask.shape) == sizes, "the mask is 2048 x 2048")
-    is_triangle = _known_mask.is_triangle(mask.reshape(MASK_SIZE, MASK_SIZE).view(torch.int64), mask)
-    require(is_triangle, "the mask is 1 above the diagonal, and 0 elsewhere")
+    # Eight numbers at once: to compare them one by one takes longer than all else that a call does.
+    numbers = mask.reshape(MASK_SIZE, MASK_SIZE).view(torch.int64)
+    require(torch.equal(numbers, _triangle()), "the mask is 1 above the diagonal, and 0 elsewhere")
     if sparse_mode == 4:
         require(pre_tokens + next_tokens >= 0, "the band is not empty")
-
-
-class _KnownMask:
-    """The mask of the last call. One that is new is compared whole; after that each call compares the next sixteenth of its rows.
-
-    To compare all four million numbers takes longer than all else that a call does; nobody is to write to them.
-    """
-
-    def __init__(self) -> None:
-        self._mask: Tensor | None = None
-        self._calls = 0
-
-    def is_triangle(self, numbers: Tensor, mask: Tensor) -> bool:
-        """Return whether the mask is 1 above the diagonal and 0 elsewhere; `numbers` is int64[2048, 256], eight of it at once."""
-        triangle = _triangle()
-        if mask is self._mask:
-            self._calls += 1
-            rows = slice(self._calls % 16, None, 16)
-            return torch.equal(numbers[rows], triangle[rows])
-        self._mask = mask if torch.equal(numbers, triangle) else None
-        return self._mask is not None
-
-
-_known_mask = _KnownMask()
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -53,6 +54,20 @@ class Case:
             start = int(self.batch.query_start[i])
             rows.append(self._sequence(self.q[start : start + query_len], self.keys[i], self.values[i], dtype))
         return torch.cat(rows)
+
+    @cached_property
+    def judgement(self) -> tuple[Tensor, float, float]:
+        """The exact output, the greatest error that is allowed, and that of plain torch in the same dtype; found once.
+
+        The allowed one is twice that of plain torch, plus a few roundings: those of the output, and those of a logit in float32, whose
+        absolute error is a relative one of its weight; plain torch may happen to have none of either in a small case.
+        """
+        exact, dtype = self.expected(), self.q.dtype
+        plain = (self.expected(dtype).double() - exact).abs().max().item()
+        longest_key = max(k.double().norm(dim=-1).max().item() for k in self.keys)
+        largest_logit = self.q.double().norm(dim=-1).max().item() * longest_key * self.layer.scale
+        roundings = 4 * OUTPUT_ROUNDING[dtype] + largest_logit * OUTPUT_ROUNDING[torch.float32]
+        return exact, 2 * plain + roundings * exact.abs().max().item(), plain
 
     def _sequence(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
         layer, n, m = self.layer, len(k), len(q)
@@ -184,16 +199,8 @@ OUTPUT_ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float
 
 
 def assert_accurate(case: Case, out: Tensor) -> None:
-    """Compare with the oracle: at most twice the error of plain torch in the same dtype, plus a few roundings.
-
-    The roundings are those of the output, and those of a logit in float32, whose absolute error is a relative one of its weight;
-    plain torch may happen to have none of either in a small case.
-    """
-    exact = case.expected()
-    plain = (case.expected(out.dtype).double() - exact).abs().max().item()
+    """Compare with the oracle, within the error that the case allows."""
+    assert out.dtype is case.q.dtype
+    exact, bound, plain = case.judgement
     error = (out.double() - exact).abs().max().item()
-    longest_key = max(k.double().norm(dim=-1).max().item() for k in case.keys)
-    largest_logit = case.q.double().norm(dim=-1).max().item() * longest_key * case.layer.scale
-    roundings = 4 * OUTPUT_ROUNDING[out.dtype] + largest_logit * OUTPUT_ROUNDING[torch.float32]
-    bound = 2 * plain + roundings * exact.abs().max().item()
     assert error <= bound, f"error {error:.3g} exceeds {bound:.3g}; plain torch in {out.dtype} has {plain:.3g}"

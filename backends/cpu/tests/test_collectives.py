@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from hardpoint.interfaces.errors import ConfigError, WorkerError
 from hardpoint_cpu import collectives
 from hardpoint_cpu.collectives import CpuCollectives
 from hardpoint_cpu.host_group import SLOT_BYTES, Offer, find
+from tests.warm_processes import WarmPopen
 
 DEVICE = Device(backend="cpu", index=0, name="cpu", torch_device="cpu", total_memory=1, driver_version="")
 
@@ -169,14 +169,16 @@ def test_sums_of_any_size_and_type_are_exact(address: str, dtype: torch.dtype) -
     def numbers(rank: int, length: int) -> torch.Tensor:
         return (torch.arange(length) * (rank + 3) % 61 - 20 * rank).to(dtype)
 
+    given = {length: torch.stack([numbers(rank, length) for rank in range(3)]) for length in (0, 1, 7, longest)}
+    sums = {length: sum(values) for length, values in given.items()}
+
     def work(group: CpuCollectives, rank: int) -> Any:
         found = []
-        for length in (0, 1, 7, longest):
-            values = numbers(rank, length)
+        for length, all_values in given.items():
+            values = all_values[rank].clone()
             group.all_reduce(values)
-            found.append(torch.equal(values, sum(numbers(other, length) for other in range(3))))
-        joined = group.all_gather(numbers(rank, longest)[None], 0)
-        return [*found, torch.equal(joined, torch.stack([numbers(other, longest) for other in range(3)]))]
+            found.append(torch.equal(values, sums[length]))
+        return [*found, torch.equal(group.all_gather(given[longest][rank, None], 0), given[longest])]
 
     assert on_ranks(3, f"{address}/group", work) == [[True] * 5] * 3
 
@@ -249,16 +251,20 @@ def test_shared_memory_is_gone_when_the_ranks_have_left(address: str) -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def _die(address: str) -> None:
-    group = CpuCollectives(DEVICE)
-    group.start(1, 2, address, 300.0)
-    group.all_reduce(torch.ones(1))
-    os.kill(os.getpid(), signal.SIGKILL)
+DIES = """
+import os, signal, sys, torch
+from hardpoint.interfaces import Device
+from hardpoint_cpu.collectives import CpuCollectives
+group = CpuCollectives(Device("cpu", 0, "cpu", "cpu"))
+group.start(1, 2, sys.argv[1], 300.0)
+group.all_reduce(torch.ones(1))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-def test_a_killed_rank_is_reported_long_before_the_time_limit(address: str) -> None:
-    process = get_context("spawn").Process(target=_die, args=(f"{address}/group",))
-    process.start()
+def test_a_killed_rank_is_reported_long_before_the_time_limit(address: str, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    process = WarmPopen([sys.executable, "-P", str(tmp_path / "dies.py"), f"{address}/group"])
     group = CpuCollectives(DEVICE)
     try:
         group.start(0, 2, f"{address}/group", 300.0)
@@ -271,7 +277,8 @@ def test_a_killed_rank_is_reported_long_before_the_time_limit(address: str) -> N
             group.all_reduce(torch.ones(1))
     finally:
         group.stop()
-        process.join()
+        process.kill()
+        process.wait()
 
 
 def test_ranks_of_one_host_meet_in_a_file(tmp_path: Path) -> None:

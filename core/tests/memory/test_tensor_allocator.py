@@ -13,19 +13,24 @@ from hardpoint.interfaces import BUFFERS, WEIGHTS
 from hardpoint.memory import Accounting
 
 
+def numbers(count: int) -> torch.Tensor:
+    return torch.tensor([number + 0.5 for number in range(count)])
+
+
 class Tied(nn.Module):
     """An embedding tied to a head, a buffer, a non-persistent buffer, and a parameter that is a view of another's memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, 4)
+        # Of given numbers: to draw some on the meta device, or a range, torch imports hundreds of modules, a second's work.
+        self.embed = nn.Embedding.from_pretrained(numbers(40).view(10, 4), freeze=False)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
-        both = torch.arange(12.0)
+        both = numbers(12)
         self.first = nn.Parameter(both[:6].view(2, 3))
         self.second = nn.Parameter(both[6:].view(3, 2).t())
         self.register_buffer("steps", torch.tensor([3, 1, 2]))
-        self.register_buffer("inv_freq", torch.rand(5), persistent=False)
+        self.register_buffer("inv_freq", numbers(5), persistent=False)
 
 
 @pytest.fixture

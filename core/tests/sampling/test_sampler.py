@@ -45,6 +45,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def fresh_row(number: int) -> int:
+    """Return the row of the sequence that comes after `number` others."""
+    return 3 * number % 7 + 7 * (number // 7)
+
+
 class Sequences:
     """A sampler, and the row and the number of tokens of each of its sequences."""
 
@@ -56,11 +61,12 @@ class Sequences:
 
     def add(self, *sequences: SequenceSampling, row: int | None = None) -> None:
         """Begin sequences, by default in rows that are new and not the next, or in their old ones."""
+        placed = []
         for one in sequences:
-            fresh = 3 * len(self.rows) % 7 + 7 * (len(self.rows) // 7)
-            self.rows[one.seq_id] = self.rows.get(one.seq_id, fresh) if row is None else row
-            self.counts[one.seq_id] = 0
-        self.sampler.set_rows([replace(one, state_row=self.rows[one.seq_id]) for one in sequences])
+            place = self.rows.get(one.seq_id, fresh_row(len(self.rows))) if row is None else row
+            self.rows[one.seq_id], self.counts[one.seq_id] = place, 0
+            placed.append(one if one.state_row == place else replace(one, state_row=place))
+        self.sampler.set_rows(placed)
 
     def outcome(self, logits: torch.Tensor, seq_ids: npt.NDArray[np.int64]) -> Sampled:
         """Sample a token of each sequence."""
@@ -94,7 +100,7 @@ def draws(logits: torch.Tensor, count: int, **values: Any) -> npt.NDArray[np.int
     """Sample `count` sequences with seeds 0, 1, ... from the same logits."""
     sequences = Sequences(logits.shape[-1])
     one = sequence(0, **values)
-    sequences.add(*(replace(one, seq_id=seq_id, seed=seq_id) for seq_id in range(count)))
+    sequences.add(*(replace(one, seq_id=n, seed=n, state_row=fresh_row(n)) for n in range(count)))
     return sequences.sample(logits.expand(count, -1), np.arange(count))[0]
 
 

@@ -95,10 +95,15 @@ def fetch(model: HubModel, *, cache: str | None = None, weights: bool = True, co
         CorruptWeights: what came is not what the hub says it is; it is not kept.
         ModelError: the download failed otherwise.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
+        validate_repo_id(model.repo)
+        if constants.HF_HUB_OFFLINE:
+            # As its client refuses each request; to make one reads all certificates.
+            raise OfflineModeIsEnabled
         info = HfApi().model_info(model.repo, revision=model.revision, files_metadata=True, timeout=_TIMEOUT)
     except HFValidationError as error:
         raise ModelNotFound(f"'{model}' is not a hub id", found=str(error)) from error
