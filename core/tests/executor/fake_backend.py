@@ -91,7 +91,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "abort": os.abort,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda: time.sleep(1000),
-    "wait": lambda: time.sleep(1.0),  # a signal comes meanwhile, also on a machine with much else to do
+    "wait": lambda: time.sleep(0.4),
 }
 
 
