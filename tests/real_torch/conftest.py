@@ -72,9 +72,13 @@ else:
 for descriptor, name in enumerate(("stdout", "stderr"), 1):
     os.dup2(os.open(os.path.join(asked["output"], name), os.O_WRONLY | os.O_CREAT), descriptor)
 os.chdir(asked["folder"])
+os.environ.update(asked["environment"])
 exec(asked["code"])
 """
-"""How it goes on to do so in forks, each of which ends as an interpreter does: importing torch takes seconds."""
+"""How it goes on to do so in forks, each of which ends as an interpreter does: importing torch takes seconds.
+
+Both builds read the settings of their allocators and queues where a device is first used, which is in a fork.
+"""
 
 CHILD_SECONDS = 240.0
 
@@ -211,8 +215,9 @@ def tolerant_allocator(machine: Machine) -> Iterator[DeviceAllocator]:
 @pytest.fixture(scope="session")
 def imported(machine: Machine) -> Iterator[subprocess.Popen[str]]:
     """A process that has imported torch, has not touched a device, and forks for each line that it reads."""
+    start = START.format(build=BUILD, libraries=LIBRARIES, backend=machine.backend, torch_type=machine.torch_type)
     with subprocess.Popen(
-        [sys.executable, "-c", STATUSES + _start(machine) + FORKS],
+        [sys.executable, "-c", STATUSES + start + FORKS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -224,45 +229,28 @@ def imported(machine: Machine) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def run_child(
-    machine: Machine, imported: subprocess.Popen[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    imported: subprocess.Popen[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a process of its own on a machine of its own, and return how it ended.
+    """Run code in a process of its own on a machine of its own, in an environment of its own, and return how it ended.
 
-    With an environment, which torch may read when it is imported, it is a fresh interpreter; else a fork of `imported`, which ends as one.
+    It is a fork of `imported`, and ends as an interpreter does.
     """
+    assert imported.stdin is not None
+    assert imported.stdout is not None
+    requests, statuses = imported.stdin, imported.stdout
 
     def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        if not environment:
-            return _run_fork(imported, code, tmp_path, tmp_path_factory.mktemp("output"))
-        return subprocess.run(
-            [sys.executable, "-c", _start(machine) + code],
-            env={**os.environ, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=CHILD_SECONDS,
-            check=False,
-        )
+        output = tmp_path_factory.mktemp("output")
+        asked = {"code": code, "folder": str(tmp_path), "environment": environment, "output": str(output)}
+        print(json.dumps(asked), file=requests, flush=True)
+        if not select.select([statuses], [], [], CHILD_SECONDS)[0]:
+            imported.kill()
+            raise subprocess.TimeoutExpired(code, CHILD_SECONDS)
+        status = int(statuses.readline())
+        stdout, stderr = ((output / name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(code, status, stdout, stderr)
 
     return run
-
-
-def _start(machine: Machine) -> str:
-    return START.format(build=BUILD, libraries=LIBRARIES, backend=machine.backend, torch_type=machine.torch_type)
-
-
-def _run_fork(
-    process: subprocess.Popen[str], code: str, folder: Path, output: Path
-) -> subprocess.CompletedProcess[str]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    print(json.dumps({"code": code, "folder": str(folder), "output": str(output)}), file=process.stdin, flush=True)
-    if not select.select([process.stdout], [], [], CHILD_SECONDS)[0]:
-        process.kill()
-        raise subprocess.TimeoutExpired(code, CHILD_SECONDS)
-    status = int(process.stdout.readline())
-    stdout, stderr = ((output / name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(code, status, stdout, stderr)
 
 
 @pytest.fixture
