@@ -148,6 +148,9 @@ def test_tls_keys_and_sigterm(device: str, tmp_path: Path) -> None:
         next(iter(stream))
         whole = pool.submit(client.completions.create, **LONG)
         until(lambda: operators.get("/models/demo").json()["requests"] == 2)
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "python" in maps
+        assert "libtorch" not in maps, "torch, which takes 180 MiB, is for the engine's process"
         server.process.send_signal(signal.SIGTERM)
         until(lambda: http.get(f"{url}/ready").status_code == 503)
         with pytest.raises(openai.InternalServerError):

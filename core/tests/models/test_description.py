@@ -15,7 +15,8 @@ from hardpoint.interfaces.errors import ModelError
 from hardpoint.models import open_model
 from hardpoint.models.config import ModelConfig
 from hardpoint.models.description import ModelDescription
-from hardpoint.models.registry import family_of
+from hardpoint.models.registry import ARCHITECTURES as ARCHITECTURES_OF_THE_CORE
+from hardpoint.models.registry import ENCODERS, family_of
 
 ARCHITECTURES = {"llama": "Llama", "gemma2": "Gemma2", "granite": "Granite", "mistral-window": "Mistral"}
 
@@ -198,3 +199,27 @@ def test_impossible_values_of_a_family_are_refused_before_anything_is_built(chan
     except ModelError:
         return
     assert isinstance(found, ModelDescription) is ("sliding_window" in change)
+
+
+RESULTS = {
+    "id2label": {"0": "low", "1": "high"},
+    "problem_type": "regression",
+    "sentence_transformers": {"activation_fn": "torch.nn.Tanh"},
+    "is_matryoshka": True,
+    "matryoshka_dimensions": [4, 8],
+    "use_sep_token": False,
+    "classifier_from_token": ["no", "yes"],
+    "method": "no_post_processing",
+}
+"""What `ModelSource.pooling_defaults` reads, which asks no family."""
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES_OF_THE_CORE, *ENCODERS])
+@pytest.mark.parametrize("said", [{}, RESULTS], ids=["nothing", "all"])
+def test_what_is_said_of_results_is_nothing_that_a_family_completes(architecture: str, said: dict[str, Any]) -> None:
+    family = family_of(architecture)
+    assert family is not None
+    given = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 99} | said
+    completed = family.complete(given)
+    names = [*RESULTS, "num_labels", "sbert_ce_default_activation_function", "hidden_size", "vocab_size"]
+    assert {name: completed.get(name) for name in names} == {name: given.get(name) for name in names}

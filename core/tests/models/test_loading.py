@@ -169,7 +169,7 @@ def test_texts_end_with_the_token_of_the_tokenizer_that_is_given(llama: Path, tm
     (other / "config.json").write_bytes((llama / "config.json").read_bytes())
     source = open_model(str(llama))
     assert source.eos_token_ids == (2, 9)
-    assert source.eos_token_ids_with(open_model(str(other), load_format="dummy")) == (2, 11)
+    assert source.eos_token_ids_with(open_model(str(other), load_format="dummy"), source.vocab_size) == (2, 11)
 
 
 @pytest.mark.parametrize("eos", [2**31, -1, "2", [2, None], [[2]], True, 2.5, {"id": 2}])

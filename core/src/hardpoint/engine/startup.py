@@ -66,7 +66,7 @@ def start_engine(config: EngineConfig, make_loop: Callable[[EngineConfig], L]) -
         tokenizer = background.submit(_load_tokenizer, config, vocabulary)
         loop = make_loop(config)
         try:
-            eos_ids = frozenset(source.eos_token_ids_with(vocabulary))
+            eos_ids = frozenset(source.eos_token_ids_with(vocabulary, loop.model.vocab_size))
             pooling = source.pooling_defaults
             media = Media(config, loop.model, source.path, tokenizer.result())
             maker = RequestMaker(config, loop.model, tokenizer.result(), eos_ids, params, pooling, media)

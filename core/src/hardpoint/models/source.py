@@ -205,8 +205,12 @@ class ModelSource:
 
     @cached_property
     def pooling_defaults(self) -> PoolingDefaults:
-        """What the model's files say of embeddings and labels; raises ModelError, UnsupportedArchitecture."""
-        return pooling_defaults(self.model_config, self.pooling_files)
+        """What the model's files say of embeddings and labels; raises ModelError, UnsupportedArchitecture.
+
+        Nothing of it is what a family completes, whose module imports torch: an engine's client does without.
+        """
+        files = self.pooling_files
+        return pooling_defaults(ModelConfig(self.architecture, self.values, str(self.path), dense=files.dense), files)
 
     @cached_property
     def dtype(self) -> DType:
@@ -270,10 +274,14 @@ class ModelSource:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: those of the generation configuration, of the model's own, and of the tokenizer's."""
-        return self.eos_token_ids_with(self)
+        return self.eos_token_ids_with(self, self.vocab_size)
 
-    def eos_token_ids_with(self, tokenizer: ModelSource) -> tuple[int, ...]:
-        """Return the tokens that end a text where another model's tokenizer is used, whose end of text counts instead of this one's."""
+    def eos_token_ids_with(self, tokenizer: ModelSource, vocab_size: int) -> tuple[int, ...]:
+        """Return the tokens that end a text where another model's tokenizer is used, whose end of text counts instead of this one's.
+
+        Args:
+            vocab_size: this model's, which a loaded one knows without its family.
+        """
         named = [self._generation_config.get("eos_token_id"), self.values.get("eos_token_id")]
         if tokenizer.gguf is not None:
             named += [tokenizer.gguf.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
@@ -281,9 +289,9 @@ class ModelSource:
             from hardpoint.models.tokenizer import end_of_text
 
             own = end_of_text(tokenizer.path)
-            named.append(own if own is not None and own < self.vocab_size else None)
+            named.append(own if own is not None and own < vocab_size else None)
         # One beyond the vocabulary ends no text, and no row of logits has a place for it.
-        return tuple(one for one in EndOfText.token_ids_of(*named) if one < self.vocab_size)
+        return tuple(one for one in EndOfText.token_ids_of(*named) if one < vocab_size)
 
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
