@@ -7,7 +7,6 @@ import gzip
 import itertools
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -414,21 +413,27 @@ waited.shutdown()
 """
 
 
-def test_a_forked_child_makes_engines_of_its_own_and_is_refused_its_parents(shallow_demo: str, tmp_path: Path) -> None:
-    """Threads are not there after a fork: neither the engine's, which would not answer, nor those of torch's operators."""
-    program = tmp_path / "forked.py"
-    program.write_text(FORKED)
-    command = [sys.executable, "-P", str(program), shallow_demo]
+def run_program(folder: Path, program: str, *arguments: str) -> str:
+    """Run a program in a process of its own, and return what it prints."""
+    file = folder / "program.py"
+    file.write_text(program)
+    command = [sys.executable, "-P", str(file), *arguments]
     with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=240)
         finally:
             process.kill()
-    assert out.splitlines() == [
+    assert process.returncode == 0, err
+    return str(out)
+
+
+def test_a_forked_child_makes_engines_of_its_own_and_is_refused_its_parents(shallow_demo: str, tmp_path: Path) -> None:
+    """Threads are not there after a fork: neither the engine's, which would not answer, nor those of torch's operators."""
+    assert run_program(tmp_path, FORKED, shallow_demo).splitlines() == [
         "the engine belongs to the process that started it. Make an engine in this one",
         "True",
         "0 True",
-    ], err
+    ]
 
 
 def test_a_profile_is_a_file_of_what_the_rank_did(
@@ -444,7 +449,9 @@ def test_a_profile_is_a_file_of_what_the_rank_did(
         with pytest.raises(InvalidRequest, match="cannot be written to"):
             llm.start_profile(str(tmp_path / "file" / "x"))
         monkeypatch.setenv("HARDPOINT_PROFILE_DIR", str(tmp_path / "profiles"))
+        has_compiler = "torch._inductor" in sys.modules
         llm.start_profile()
+        assert ("torch._inductor" in sys.modules) is has_compiler  # whose import would take a second
         with pytest.raises(InvalidRequest, match="recorded already"):
             llm.start_profile()
         llm.generate(TOKENS, SamplingParams(max_tokens=2))
@@ -521,6 +528,8 @@ import ctypes, gc, resource, sys
 from pathlib import Path
 from hardpoint import LLM, SamplingParams
 
+M_ARENA_MAX = -8
+assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
 
 def use():
@@ -538,12 +547,10 @@ for number in range(12):
 """
 
 
-def test_engines_made_and_shut_down_one_after_the_other_leave_no_memory(shallow: Any) -> None:
+def test_engines_made_and_shut_down_one_after_the_other_leave_no_memory(shallow: Any, tmp_path: Path) -> None:
     """In a process of its own, with one arena of the C library, so that what is resident is exact to some 100 KiB."""
-    command = [sys.executable, "-c", MADE_AND_ENDED, str(shallow.path)]
-    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    resident = [int(line) for line in ended.stdout.split()]
+    resident = [int(line) for line in run_program(tmp_path, MADE_AND_ENDED, str(shallow.path)).split()]
+    assert len(resident) == 12
     assert max(resident[5:]) - resident[4] < 3 << 20, resident
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ class Trace:
             raise InvalidRequest(f"profiles cannot be written to '{folder}'", found=str(error)) from error
         activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
         profiler = torch.profiler.profile(activities=activities)
-        profiler.start()
+        with _compiler_left_out():
+            profiler.start()
         self._running = profiler, file
 
     def stop(self) -> str:
@@ -56,3 +59,15 @@ class Trace:
         if self._running is not None:
             self._running[0].stop()
             self._running = None
+
+
+@contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """Have torch's profiler, which asks whether torch has its compiler, not import it thereby: a second in which no step would run."""
+    lazy: set[str] = getattr(torch, "_lazy_modules", set())
+    left_out = lazy & {"_inductor"}
+    lazy -= left_out
+    try:
+        yield
+    finally:
+        lazy |= left_out
