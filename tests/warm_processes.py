@@ -46,6 +46,8 @@ _IMPORTED = (
     "hardpoint_cpu.kernels",
     "hardpoint_cpu.platform",
 )
+_IMPORTED_FOR = {"hardpoint.cli": ("hardpoint.cli.app", "hardpoint.cli.doctor")}
+"""What certain modules, too, import in each process: imported before the first fork that is to run one."""
 _ENGINE = "hardpoint.engine.process_main"
 _READ_AT_START = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON")
 """Beginnings of the variables that the interpreter, the loader and libraries read when they start."""
@@ -195,9 +197,11 @@ def _serve(requests: socket.socket) -> Mapping[str, Any] | None:
         data, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 250)
         if not data:
             return None
+        message: dict[str, Any] = json.loads(data)
+        for name in _IMPORTED_FOR.get(message["command"][0], ()):
+            import_module(name)
         pid = _fork_sibling()
         if pid == 0:
-            message: dict[str, Any] = json.loads(data)
             requests.close()
             _take_files(files, message["numbers"])
             return message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import resource
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 
 from hardpoint.interfaces.errors import HardpointError
 from tests.leaks import FILES_IN_MEMORY, MEMORY
+from tests.warm_processes import freeze
 
 SECONDS = 10
 """Most processor time that a case may take."""
@@ -49,7 +49,7 @@ class Outcome:
 def run(kind: str, prepare: Prepare, first: int, count: int) -> Outcome:
     """Run seeds from `first` on."""
     outcome, seed, end = Outcome(), first, first + count
-    gc.freeze()
+    freeze()
     while seed < end:
         seed = _run_batch(kind, prepare, seed, min(seed + _BATCH, end), outcome)
     return outcome

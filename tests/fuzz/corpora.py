@@ -9,10 +9,12 @@ import transformers.modeling_utils
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hardpoint.models import chat_template
+from tests.warm_processes import import_engine
 
 from . import configurations, models, requests
 from .batches import Prepare
 
+import_engine()
 # A template that computes for ever is one case of many.
 chat_template.MAX_SECONDS = 0.1
 
