@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint_conformance.fork_server import ForkServer
+from hardpoint_conformance.fork_server import PROGRAM, ForkServer
 from hardpoint_conformance.processes import end_group
 
 CHILD = """
@@ -22,7 +22,7 @@ if sys.argv[1:] == ["crash"]:
     os.kill(os.getpid(), signal.SIGSEGV)
 if sys.argv[1:] == ["fail"]:
     sys.exit(3)
-print(json.dumps([__name__, sys.argv[1:], os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid(), "torch" in sys.modules]))
+print(json.dumps([__name__, sys.argv[1:], os.getcwd(), dict(os.environ), os.getpgrp() == os.getpid(), "torch" in sys.modules]))
 print("words", file=sys.stderr)
 """
 
@@ -51,6 +51,43 @@ def test_a_module_runs_as_in_a_fresh_process(server: ForkServer, tmp_path: Path)
     assert leads
     assert has_torch
     assert stderr.read_text() == "words\n"
+
+
+OUTER = """
+import atexit, os, sys
+from pathlib import Path
+from hardpoint_conformance import fork_server
+atexit.register(lambda: print("the end", sys.modules["__main__"].kept))
+kept = "kept"
+inner = "import os, sys; print(sys.argv[1:], os.getpgrp() == int(sys.argv[1])); sys.exit(5)"
+files = [Path(name) for name in sys.argv[1:3]]
+arguments = (inner, str(os.getpgrp()))
+started = fork_server.here().start(fork_server.PROGRAM, arguments, Path.cwd(), *files, dict(os.environ), os.getpgrp())
+print(sys.argv[0], os.getpgrp() == os.getpid(), started.wait(60), flush=True)
+"""
+
+
+def test_a_program_has_its_names_to_the_end_and_can_start_others_in_its_group(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    stdout, stderr, inner_stdout, inner_stderr = files = [tmp_path / name for name in "abcd"]
+    for file in files:
+        file.write_bytes(b"")
+    arguments = (OUTER, str(inner_stdout), str(inner_stderr))
+    process = server.start(PROGRAM, arguments, tmp_path, stdout, stderr, dict(os.environ))
+    assert process.wait(240) == 0, stderr.read_text()
+    assert stdout.read_text() == "-c True 5\nthe end kept\n"
+    assert inner_stdout.read_text() == f"['{process.pid}'] True\n"
+    assert stderr.read_text() == inner_stderr.read_text() == ""
+
+
+def test_a_program_whose_group_is_gone_does_not_begin(server: ForkServer, tmp_path: Path) -> None:
+    ended, _, _ = start(server, tmp_path, "fail")
+    assert ended.wait(240) == 3
+    files = tmp_path / "stdout", tmp_path / "stderr"
+    process = server.start(PROGRAM, ("print('begun')",), tmp_path, *files, dict(os.environ), ended.pid)
+    assert process.wait(240) == 1
+    assert files[0].read_text() == ""
 
 
 @pytest.mark.parametrize(("does", "code"), [("fail", 3), ("crash", -signal.SIGSEGV)])

@@ -2,7 +2,7 @@
 
 A fresh interpreter takes seconds of processor time for its imports (torch, pytest, the suite's own modules), and a run of the suite
 has some twenty processes. The server imports none of the backend's code and starts neither threads nor a device, so that a fork of it
-is as good as a fresh process; what crashes or hangs in one costs that process alone.
+is as good as a fresh process; what crashes or hangs in one costs that process alone. What is forked can ask for processes, too: see `here`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ _IMPORTED = (
     "hardpoint_conformance.worker_bench",
 )
 _MESSAGE_BYTES = 1 << 20
+PROGRAM = "-c"
+"""In a module's place: the first argument is a program's text, as Python's own option takes it."""
+
+_here: ForkServer | None = None
+
+
+def here() -> ForkServer | None:
+    """Return the server that this process is a fork of, or has been given by `share`; None where there is none."""
+    return _here
+
+
+def share(server: ForkServer) -> None:
+    """Let forks of this process use its server, and start it for them."""
+    global _here
+    server.begin()
+    _here = server
 
 
 class ForkServer:
@@ -44,14 +60,15 @@ class ForkServer:
     Args:
         for_ranks: processes start ranks, so import what ranks need, too.
         variables: of the environment, besides this process's own.
+        reached: where a server that is there takes requests; None for one of its own.
     """
 
-    def __init__(self, *, for_ranks: bool, variables: Mapping[str, str]) -> None:
+    def __init__(self, *, for_ranks: bool, variables: Mapping[str, str], reached: socket.socket | None = None) -> None:
         self._for_ranks = for_ranks
         self._variables = dict(variables)
         self._lock = threading.Lock()  # guards the start
         self._server: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._socket = reached
 
     def __enter__(self) -> ForkServer:
         return self
@@ -63,6 +80,13 @@ class ForkServer:
             self._socket.close()
             self._server.wait()
 
+    def begin(self) -> socket.socket:
+        """Start the server, if it is not there; return where it takes requests."""
+        with self._lock:
+            if self._socket is None:
+                self._socket = self._start_server()
+        return self._socket
+
     def start(
         self,
         module: str,
@@ -71,15 +95,17 @@ class ForkServer:
         stdout: Path,
         stderr: Path,
         variables: Mapping[str, str],
+        group: int = 0,
     ) -> ForkedProcess:
         """Start what `python -m module` would: see `processes.start`.
+
+        Args:
+            group: of processes, which the new one is to join, so that it ends with them; 0 for one of its own.
 
         Raises:
             OSError: the server has ended.
         """
-        with self._lock:
-            if self._socket is None:
-                self._socket = self._start_server()
+        reached = self.begin()
         message = {
             "module": module,
             "arguments": list(arguments),
@@ -87,10 +113,11 @@ class ForkServer:
             "stdout": str(stdout),
             "stderr": str(stderr),
             "environment": dict(variables),
+            "group": group,
         }
         status, told = os.pipe()
         try:
-            socket.send_fds(self._socket, [json.dumps(message).encode()], [told])
+            socket.send_fds(reached, [json.dumps(message).encode()], [told])
         finally:
             os.close(told)
         return ForkedProcess(module, status)
@@ -106,13 +133,13 @@ class ForkServer:
                 str(theirs.fileno()),
                 str(int(self._for_ranks)),
             ]
-            # In a session of its own: an interrupt from the terminal is its client's to deal with.
+            # In a group of its own: an interrupt from the terminal is its client's to deal with.
             self._server = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 env=environment(**self._variables),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                process_group=0,
             )
         return ours
 
@@ -161,14 +188,22 @@ def main(descriptor: str, for_ranks: str) -> None:
             from hardpoint_conformance.ranks import import_for_ranks
 
             import_for_ranks()
-    message = _serve(requests)
+    # Forks have a way of their own, which does not keep the server when its client is gone.
+    of_forks, reached = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    message = _serve(requests, of_forks)
     if message is None:
         os._exit(0)  # nothing of a backend is here, whose end would be of interest
+    module = import_module("hardpoint_conformance.fork_server")  # which others import; this one is `__main__`
+    module.share(module.ForkServer(for_ranks=False, variables={}, reached=reached))
     _become(message, for_ranks == "1")
 
 
-def _serve(requests: socket.socket) -> dict[str, object] | None:
-    """Start processes and tell how they ended; returns a request in the fork that serves it, and None when the client is gone."""
+def _serve(client: socket.socket, forks: socket.socket) -> dict[str, object] | None:
+    """Start processes and tell how they ended; returns a request in the fork that serves it, and None when the client is gone.
+
+    Args:
+        client, forks: where requests come from.
+    """
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -176,14 +211,15 @@ def _serve(requests: socket.socket) -> dict[str, object] | None:
     told: dict[int, int] = {}
     """By process id: where its client reads how it ended."""
     while True:
-        ready, _, _ = select([requests.fileno(), ended], [], [])
+        readable: list[socket.socket | int] = [client, forks, ended]
+        ready, _, _ = select(readable, [], [])
         if ended in ready:
             os.read(ended, 4096)
             for pid in list(told):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     _tell(told.pop(pid), os.waitstatus_to_exitcode(status))
-        if requests.fileno() in ready:
+        for requests in (source for source in (client, forks) if source in ready):
             data, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 1)
             if not data:
                 return None
@@ -193,11 +229,13 @@ def _serve(requests: socket.socket) -> dict[str, object] | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for descriptor in (*told.values(), *descriptors, ended, wake):
                     os.close(descriptor)
-                requests.close()
+                client.close()
+                forks.close()
                 request: dict[str, object] = json.loads(data)
                 return request
             told[pid] = descriptors[0]
-            os.write(descriptors[0], b"%d\n" % pid)
+            with suppress(BrokenPipeError):  # who asked may have been ended
+                os.write(descriptors[0], b"%d\n" % pid)
 
 
 def _tell(descriptor: int, code: int) -> None:
@@ -207,8 +245,11 @@ def _tell(descriptor: int, code: int) -> None:
 
 
 def _become(request: Mapping[str, object], for_ranks: bool) -> None:
-    """Be a fresh process that runs a module: with its session, streams, environment, folder and arguments."""
-    os.setsid()
+    """Be a fresh process that runs a module: with its group, streams, environment, folder and arguments."""
+    try:
+        os.setpgid(0, int(str(request["group"])))
+    except (ProcessLookupError, PermissionError):
+        os._exit(1)  # the group has been ended
     for stream, (name, flags) in enumerate(
         ((os.devnull, os.O_RDONLY), (request["stdout"], os.O_WRONLY), (request["stderr"], os.O_WRONLY))
     ):
@@ -230,7 +271,12 @@ def _become(request: Mapping[str, object], for_ranks: bool) -> None:
         fork_server_here()
     module = str(request["module"])
     sys.path[0], sys.argv = str(request["folder"]), [module, *map(str, arguments)]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module == PROGRAM:
+        del sys.argv[1]
+        sys.orig_argv = [sys.executable, module, *map(str, arguments)]
+        exec(str(arguments[0]), vars(sys.modules["__main__"]))  # its names live as long as the interpreter
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

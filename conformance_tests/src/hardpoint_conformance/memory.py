@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from abc import ABC, abstractmethod
@@ -37,10 +39,11 @@ from hardpoint.interfaces import (
     TorchPoolScope,
 )
 from hardpoint.memory import ALL_CLAIMS, DriverTable, TensorAllocator, VirtualPool
+from hardpoint_conformance import fork_server
 from hardpoint_conformance.claims import plain_tier
 from hardpoint_conformance.interposed import InterposedDriver
 from hardpoint_conformance.outcomes import OWN_ALLOCATOR
-from hardpoint_conformance.target import Target
+from hardpoint_conformance.target import MUTANT_VARIABLE, Target
 
 WAYS = ("tensors", "pool")
 UNIT_WITHOUT_DRIVER = 2 << 20
@@ -456,8 +459,25 @@ unit = memory.unit
 def run_program(
     target: Target, way: str, program: str, directory: Path, time_limit: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new interpreter, with the backend's `memory` open, its `unit`, and a `directory` for backups."""
+    """Run a program in a new interpreter, with the backend's `memory` open, its `unit`, and a `directory` for backups.
+
+    What needs torch is a fork of a process that has imported it, where there is one; it ends as every interpreter does.
+    """
     arguments = [target.record.name, str(target.device.index), way, str(directory)]
-    command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(program), *arguments]
+    command = [_PRELUDE + textwrap.dedent(program), *arguments]
     environment: dict[str, Any] = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=time_limit, env=environment, check=False)
+    server = fork_server.here() if way == "tensors" or MUTANT_VARIABLE in os.environ else None  # mutants import torch
+    if server is None:
+        command = [sys.executable, "-c", *command]
+        return subprocess.run(command, capture_output=True, text=True, timeout=time_limit, env=environment, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = (Path(folder) / name for name in ("stdout", "stderr"))
+        for file in (stdout, stderr):
+            file.write_bytes(b"")
+        process = server.start(fork_server.PROGRAM, command, Path.cwd(), stdout, stderr, environment, os.getpgrp())
+        try:
+            code = process.wait(time_limit)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(command, code, stdout.read_text("utf-8"), stderr.read_text("utf-8"))

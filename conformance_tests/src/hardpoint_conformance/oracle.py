@@ -27,6 +27,8 @@ Sums kept in half precision exceed this as soon as their partial sums grow: see 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,12 +77,12 @@ class Numbers:
         return torch.arange(keys)[None, :] - torch.arange(end - len(self.q), end)[:, None]
 
     @cached_property
-    def visible(self) -> Tensor:
-        """bool[queries, context], which keys are seen: none ahead, unless the layer sees both sides; of a window's only its number of
-        keys, which counts to each side."""
+    def hidden(self) -> Tensor:
+        """bool[queries, context], which keys are not seen: those ahead, unless the layer sees both sides; with a window, all but its number
+        of keys, which counts to each side."""
         layer = self.layer
-        seen = self.distance <= 0 if layer.causal else torch.ones_like(self.distance, dtype=torch.bool)
-        return seen if layer.sliding_window is None else seen & (self.distance.abs() < layer.sliding_window)
+        ahead = self.distance > 0 if layer.causal else torch.zeros_like(self.distance, dtype=torch.bool)
+        return ahead if layer.sliding_window is None else ahead | (self.distance.abs() >= layer.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def attend(numbers: Numbers, arithmetic: torch.dtype, rounded: torch.dtype | Non
         logits = r(r(r(logits.div_(layer.soft_cap)).tanh_()).mul_(layer.soft_cap))
     if numbers.alibi is not None:
         logits = r(logits.add_(numbers.alibi.to(arithmetic)[:, None, None] * numbers.distance.to(arithmetic)))
-    logits.masked_fill_(~numbers.visible, float("-inf"))
+    logits.masked_fill_(numbers.hidden, float("-inf"))
     if numbers.sinks is not None:
         column = numbers.sinks.to(arithmetic)[:, None, None].expand(-1, len(numbers.q), 1)
         logits = torch.cat([logits, column], -1)
@@ -167,8 +169,11 @@ class Expected:
         """Return the largest error as a share of its bound; infinite where a result is not finite."""
         if out.shape != self.out.shape:
             raise ValueError(f"a result of shape {tuple(out.shape)} was to be {tuple(self.out.shape)}")
-        error = (out.double() - self.out).abs().amax(-1)
-        return float((error / self.bound).nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
+        if not self.bound.numel():
+            return 0.0
+        error = (out.double() - self.out).abs_().amax(-1)
+        largest = float(error.div_(self.bound).max())  # NaN where any is
+        return math.inf if math.isnan(largest) else largest
 
 
 def expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
@@ -178,6 +183,13 @@ def expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
     parts = [
         _expected(numbers.part(begin, min(begin + step, queries)), dtype) for begin in range(0, max(queries, 1), step)
     ]
+    return joined(parts)
+
+
+def joined(parts: Sequence[Expected]) -> Expected:
+    """Return what is expected of the queries of all parts, in their order."""
+    if len(parts) == 1:
+        return parts[0]
     return Expected(torch.cat([part.out for part in parts]), torch.cat([part.bound for part in parts]))
 
 
@@ -191,15 +203,19 @@ def _expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
 
 
 def _floor(numbers: Numbers, exact: Weighted, dtype: torch.dtype) -> Tensor:
-    """Return the unavoidable error of each row, float64[queries, num_heads] (see the module)."""
-    size = _products(numbers.q.double().abs(), numbers.k.double().abs()).mul_(abs(numbers.layer.scale))
+    """Return the unavoidable error of each row, float64[queries, num_heads] (see the module).
+
+    What only sizes a bound is computed in float32, in half the time.
+    """
+    q, k, v = (x.abs().float() for x in (numbers.q, numbers.k, numbers.v))
+    size = _products(q, k).mul_(abs(numbers.layer.scale))
     if numbers.alibi is not None:
-        size.add_((numbers.alibi.double()[:, None, None] * numbers.distance).abs())
+        size.add_((numbers.alibi[:, None, None] * numbers.distance).abs())
     # Keys whose share of the result is next to nothing add no error to it, however large their logits are.
-    counted = exact.weights > 1e-12 * exact.weights.sum(-1, keepdim=True)
-    largest = torch.maximum(size.masked_fill_(counted.logical_not_(), 0.0).amax(-1), exact.log_sum.abs()).T
-    count = numbers.visible.sum(-1).double()[:, None]
-    values = _mixed(exact.weights, numbers.v.double().abs()).amax(-1)
+    negligible = exact.weights <= 1e-12 * exact.weights.sum(-1, keepdim=True)
+    largest = torch.maximum(size.masked_fill_(negligible, 0.0).amax(-1).double(), exact.log_sum.abs()).T
+    count = numbers.hidden.logical_not().sum(-1).double()[:, None]
+    values = _mixed(exact.weights.float(), v).amax(-1).double()
     unit = torch.finfo(dtype).eps / 2
     single = 2.0**-24 * (4 + 2 * largest + count.sqrt())
     flushed = count * torch.finfo(torch.float32).tiny

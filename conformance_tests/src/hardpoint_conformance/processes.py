@@ -44,7 +44,7 @@ class Start(Protocol):
         stderr: Path,
         variables: Mapping[str, str],
     ) -> Process:
-        """Run a module as `python -m` does, in `folder` and in a session of its own; its output goes to files, which are there."""
+        """Run a module as `python -m` does, in `folder` and in a group of its own; its output goes to files, which are there."""
 
 
 @dataclass(frozen=True)

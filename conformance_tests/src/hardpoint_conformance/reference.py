@@ -85,40 +85,66 @@ class Judgement:
 
 def judge(model: Model, text: Sequence[int], prompt_len: int, dtype: DType) -> Judgement:
     """Return what the oracle says of the tokens from `prompt_len` on, for a backend that computes in `dtype`."""
-    tokens = torch.tensor(text[prompt_len:], dtype=torch.int64)
+    (judged,) = judge_texts(model, [(text, prompt_len)], dtype)
+    return judged
+
+
+def judge_texts(model: Model, texts: Sequence[tuple[Sequence[int], int]], dtype: DType) -> list[Judgement]:
+    """Return what the oracle says of each text's tokens from its `prompt_len` on; all texts are run at once."""
     vocab = model.shape.vocab
-    assert bool(((tokens >= 0) & (tokens < vocab)).all()), f"tokens {tokens.tolist()} of a vocabulary of {vocab}"
+    for text, prompt_len in texts:
+        tokens = text[prompt_len:]
+        assert all(0 <= token < vocab for token in tokens), f"tokens {list(tokens)} of a vocabulary of {vocab}"
     # The prompt's positions count for the error too: a few tokens alone would be few draws of it.
-    exact, plain = logits(model, text[:-1], torch.float64, dtype.to_torch())
+    judged = [text[:-1] for text, _ in texts]
+    runs = _logits(model, judged, (torch.float64, dtype.to_torch()))
+    parts = zip(*(torch.split(run, list(map(len, judged))) for run in runs), strict=True)
+    return [
+        _judgement(exact, plain, torch.tensor(text[prompt_len:], dtype=torch.int64))
+        for (text, prompt_len), (exact, plain) in zip(texts, parts, strict=True)
+    ]
+
+
+def _judgement(exact: Tensor, plain: Tensor, tokens: Tensor) -> Judgement:
+    """Judge the tokens after the last positions of a text, by logits of the oracle and of the plain decoder at all of its positions."""
     best = exact.argmax(dim=-1, keepdim=True)
     distances = (plain - plain.gather(1, best)) - (exact - exact.gather(1, best))
     logprobs = plain.log_softmax(dim=-1) - exact.log_softmax(dim=-1)
     # Logits are returned in float32, and so rounded once more.
     floor = torch.finfo(torch.float32).eps * float(exact.abs().max())
     margin, logprob_error = (FACTOR * float(error.abs().max()) + floor for error in (distances, logprobs))
-    return Judgement(exact[prompt_len - 1 :], margin, logprob_error, tokens)
+    return Judgement(exact[len(exact) - len(tokens) :], margin, logprob_error, tokens)
+
+
+def logits(model: Model, text: Sequence[int], *dtypes: torch.dtype) -> list[Tensor]:
+    """Return float64[tokens, vocab], computed in each of these types."""
+    return _logits(model, [text], dtypes)
 
 
 @torch.inference_mode()
-def logits(model: Model, text: Sequence[int], *dtypes: torch.dtype) -> list[Tensor]:
-    """Return float64[tokens, vocab], computed in each of these types."""
+def _logits(model: Model, texts: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     name = "model.embed_tokens.weight" if model.shape.tied else "lm_head.weight"
     head = model.weights[name]
-    return [(hidden @ head.to(hidden.dtype).T).double() for hidden in _hidden(model, text, dtypes)]
+    return [(hidden @ head.to(hidden.dtype).T).double() for hidden in _hidden(model, texts, dtypes)]
 
 
 @torch.inference_mode()
 def hidden_states(model: Model, text: Sequence[int], *dtypes: torch.dtype) -> list[Tensor]:
     """Return float64[tokens, hidden], after the last norm, computed in each of these types."""
-    return [hidden.double() for hidden in _hidden(model, text, dtypes)]
+    return [hidden.double() for hidden in _hidden(model, [text], dtypes)]
 
 
-def _hidden(model: Model, text: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Run the decoder in each type, layer by layer: weights that are expanded when they are looked up are so once."""
+def _hidden(model: Model, texts: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Run the decoder in each type, layer by layer: weights that are expanded when they are looked up are so once.
+
+    The tokens of all texts come one after another, and see none of another text.
+    """
     shape = model.shape
-    visible = _visible(len(text), shape.window)
-    rotations = [_rotation(shape, len(text), dtype) for dtype in dtypes]
-    embedded = model.weights["model.embed_tokens.weight"][torch.tensor(text)]
+    lengths = [len(text) for text in texts]
+    visible = [_visible(length, shape.window) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rotations = [_rotation(shape, positions, dtype) for dtype in dtypes]
+    embedded = model.weights["model.embed_tokens.weight"][torch.tensor([token for text in texts for token in text])]
     states = [embedded.to(dtype) for dtype in dtypes]
     for index in range(shape.layers):
         weights = {part: model.weights[f"model.layers.{index}.{part}.weight"] for part in _LAYER_PARTS}
@@ -139,11 +165,14 @@ _LAYER_PARTS = (
 
 
 def _layer(
-    shape: Shape, weights: Mapping[str, Tensor], hidden: Tensor, visible: Tensor, rotation: tuple[Tensor, Tensor]
+    shape: Shape,
+    weights: Mapping[str, Tensor],
+    hidden: Tensor,
+    visible: Sequence[Tensor],
+    rotation: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Run one layer in the type of its input, with norms, rotary angles and softmax in no less than float32."""
     dtype, tokens = hidden.dtype, len(hidden)
-    wide = _wide(dtype)
 
     def linear(x: Tensor, part: str) -> Tensor:
         return x @ weights[part].to(dtype).T
@@ -153,12 +182,18 @@ def _layer(
     q, k = _rotated(q, *rotation), _rotated(k, *rotation)
     group = shape.heads // shape.kv_heads
     k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).to(wide).masked_fill(~visible, float("-inf"))
-    mixed = (scores.softmax(dim=-1).to(dtype) @ v).transpose(0, 1).flatten(1)
-    hidden = hidden + linear(mixed, "self_attn.o_proj")
+    texts = zip(*(torch.split(part, list(map(len, visible)), dim=1) for part in (q, k, v)), visible, strict=True)
+    mixed = torch.cat([_attended(shape, *text) for text in texts], dim=1)
+    hidden = hidden + linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
     x = _normed(hidden, weights["post_attention_layernorm"], shape)
     gated = functional.silu(linear(x, "mlp.gate_proj")) * linear(x, "mlp.up_proj")
     return hidden + linear(gated, "mlp.down_proj")
+
+
+def _attended(shape: Shape, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).to(_wide(q.dtype)).masked_fill(~visible, float("-inf"))
+    mixed: Tensor = scores.softmax(dim=-1).to(q.dtype) @ v
+    return mixed
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -176,11 +211,11 @@ def _visible(length: int, window: int | None) -> Tensor:
     return (distance >= 0) & (distance < (window or length))
 
 
-def _rotation(shape: Shape, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotation(shape: Shape, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [tokens, head_dim / 2] of the rotary angles, in `dtype`, of angles in no less than float32."""
     half, wide = shape.head_dim // 2, _wide(dtype)
     frequencies = shape.rope_theta ** (-torch.arange(half, dtype=wide) / half)
-    angles = torch.arange(tokens, dtype=wide)[:, None] * frequencies
+    angles = positions.to(wide)[:, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers
 from rich.console import Console
 
+from hardpoint_conformance.fork_server import ForkServer, share
 from hardpoint_conformance.forks import Case, Ended, Job, collect, run_forked
 from hardpoint_conformance.kill_matrix import Finding, KillMatrix, Verdict, write_report
 from hardpoint_conformance.mutants import Mutant, mutants, narrow
@@ -36,6 +37,9 @@ BACKEND = "cpu"
 
 _REHEARSAL = ("worker.execute.empty@1",)
 """Clauses whose tests import what most forks would import, each for itself, many seconds long."""
+
+_STARTS_PROGRAMS = "test_l6_memory"
+"""In the name of the module whose tests start interpreters."""
 
 _MUTANT_SECONDS = 120.0
 _RUN_SECONDS = 240.0
@@ -99,14 +103,17 @@ def selftest(
     control_jobs = _control_jobs(chosen, cases) if control is None else ()
     planned = [*control_jobs, *_mutant_jobs(chosen, everything), *_seed_jobs(seeds, cases)]
     by_name = {mutant.name: mutant for mutant in chosen}
-    for ended in run_forked(planned, BACKEND, at_a_time):
-        if ended.job.mutant:
-            verdicts.append(verdict(by_name[ended.job.mutant], ended))
-            _say(console, len(verdicts), len(chosen), verdicts[-1])
-        else:
-            (seeded if ended.job.name.startswith("seed") else controls).append(ended)
-            for line in alarms([ended]):
-                console.print(f"[red]false alarm[/] {line}", highlight=False)
+    with ForkServer(for_ranks=False, variables={}) as server:
+        if any(_STARTS_PROGRAMS in file for job in planned for file in job.files):
+            share(server)
+        for ended in run_forked(planned, BACKEND, at_a_time):
+            if ended.job.mutant:
+                verdicts.append(verdict(by_name[ended.job.mutant], ended))
+                _say(console, len(verdicts), len(chosen), verdicts[-1])
+            else:
+                (seeded if ended.job.name.startswith("seed") else controls).append(ended)
+                for line in alarms([ended]):
+                    console.print(f"[red]false alarm[/] {line}", highlight=False)
     verdicts += [
         Verdict(mutant, (), 0.0, "no clause meant for it is in the suite") for mutant in _unmeant(chosen, everything)
     ]
@@ -202,7 +209,7 @@ def _import_parts() -> None:
 
 def _rehearse(cases: Sequence[Case]) -> None:
     """Import what a first fork had to import: later forks have it then."""
-    job = Job("rehearsal", _files(cases, _REHEARSAL), _REHEARSAL)
+    job = Job("rehearsal", _files(cases, _REHEARSAL), _REHEARSAL, tells_modules=True)
     for ended in run_forked([job] if job.files else [], BACKEND, 1):
         for name in ended.modules:
             # Some names in sys.modules are no modules of their own; what is missing a fork imports for itself.

@@ -39,7 +39,7 @@ from hardpoint.interfaces import (
     WorkerConfig,
 )
 from hardpoint.interfaces.errors import HardpointError, WorkerError
-from hardpoint_conformance.reference import judge
+from hardpoint_conformance.reference import judge_texts
 from hardpoint_conformance.target import Target
 from hardpoint_conformance.tiny_model import Model
 
@@ -458,7 +458,7 @@ def check_tokens(model: Model, sequences: Sequence[Served], dtype: DType, qualit
 
     In all, the oracle must decide a fifth of the tokens at least: where it allows almost any token, nothing is proved.
     """
-    judged = [judge(model, sequence.tokens, sequence.prompt_len, dtype) for sequence in sequences]
+    judged = judge_texts(model, [(sequence.tokens, sequence.prompt_len) for sequence in sequences], dtype)
     for sequence, judgement in zip(sequences, judged, strict=True):
         quality.note(judgement.check())
         if sequence.wanted is not None:

@@ -90,19 +90,20 @@ def over_the_scaffold(target: Target, claimed: MemoryCapabilities) -> Target:
 
 def _left_out() -> Iterator[tuple[str, MemoryCapabilities, tuple[str, ...]]]:
     """Yield a name, the claims without it, and clauses that this, or such a device, touches."""
-    levels, tiers = _EVERYTHING.sleep_levels, _EVERYTHING.tiers
+    levels = _EVERYTHING.sleep_levels
+    tiers = sorted(_EVERYTHING.tiers, key=lambda tier: tier.value)
     no_level_1 = ("alloc.sleep.refused@1", "alloc.transaction.refused@1", "worker.sleep.level-refused@1", *_CORE)
     yield "nothing", _EVERYTHING, _SMALL_CHUNKS
     yield "level_1", replace(_EVERYTHING, sleep_levels=levels - {1}, tiers=frozenset()), (*no_level_1, *_LEVEL_2)
     yield "level_2", replace(_EVERYTHING, sleep_levels=levels - {2}), (*_LEVEL_1, "alloc.discard.refused@1")
-    for tier in sorted(tiers, key=lambda tier: tier.value):
+    for tier in tiers:
         clauses = (
             *_LEVEL_1,
             "alloc.policy.plan@1",
             f"alloc.tier.{tier.value}-refused@1",
             "worker.sleep.tier-refused@1",
         )
-        yield f"tier_{tier.value}", replace(_EVERYTHING, tiers=tiers - {tier}), clauses
+        yield f"tier_{tier.value}", replace(_EVERYTHING, tiers=_EVERYTHING.tiers - {tier}), clauses
     yield "elastic", replace(_EVERYTHING, elastic=False), ("alloc.elastic.refused@1", "alloc.model.any-sequence@1")
     yield "torch_pool", replace(_EVERYTHING, torch_pool=TorchPoolScope.NONE), ("alloc.torch-pool.refused@1",)
     refused = (f"alloc.tier.{tier.value}-refused@1" for tier in tiers)

@@ -93,11 +93,10 @@ class PlainAttention:
     def write(self, step: PlainStep, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write a step's keys and values, in the cache's units, to their slots."""
         size = step.plan.block_size
-        for token, wanted in enumerate(step.slots):
-            slot = self.slot(wanted, size)
-            if slot >= 0:
-                block, offset = divmod(slot, size)
-                keys[block, offset], values[block, offset] = k[token], v[token]
+        slots = torch.tensor([self.slot(wanted, size) for wanted in step.slots], dtype=torch.long)
+        written = slots >= 0
+        block, offset = slots[written] // size, slots[written] % size
+        keys[block, offset], values[block, offset] = k[written].to(keys.dtype), v[written].to(values.dtype)
 
     def freed(self, step: PlainStep, layer: AttentionLayer, query: int) -> int:
         """Return how many tokens are in blocks that no query from this position on sees."""
