@@ -38,7 +38,7 @@ def attention_layers(
         CorruptWeights: the scales are damaged, not of all layers, or of single heads.
         ConfigError: the scales are for another format than fp8.
     """
-    layers = source.attention_layers() if rank.is_alone else source.divided(dtype, rank).attention_layers(rank)
+    layers = source.attention_layers(dtype) if rank.is_alone else source.divided(dtype, rank).attention_layers(rank)
     if not takes_scales(kv_dtype):
         return layers
     scales = source.kv_scales

@@ -116,6 +116,7 @@ class ModelSource:
     hub: HubModel | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     _described: dict[DType, ModelDescription | Refusal] = field(default_factory=dict, init=False, repr=False)
+    _attention_layers: tuple[AttentionLayer, ...] | None = field(default=None, init=False, repr=False)
     _has_own_head: bool | None = field(default=None, init=False, repr=False)
 
     @cached_property
@@ -306,13 +307,18 @@ class ModelSource:
         """The model has a language-model head."""
         return self.architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
-    def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """Return what each layer asks of attention; raises UnsupportedArchitecture."""
+    def attention_layers(self, dtype: DType | None = None) -> tuple[AttentionLayer, ...]:
+        """Return what each layer asks of attention, which is the same in every dtype; raises UnsupportedArchitecture.
+
+        Args:
+            dtype: in which the model is to run, so that it is described once; None where any will do.
+        """
+        if self._attention_layers is None:
+            described = next(iter(self._described.values()), None) if dtype is None else self.describe(dtype)
+            self._attention_layers = self._find_attention_layers(described or self.describe(self.dtype))
         return self._attention_layers
 
-    @cached_property
-    def _attention_layers(self) -> tuple[AttentionLayer, ...]:
-        described = self.describe(self.dtype)
+    def _find_attention_layers(self, described: ModelDescription | Refusal) -> tuple[AttentionLayer, ...]:
         if not isinstance(described, Refusal):
             return described.whole.attention_layers()
         if self.gguf is not None:
