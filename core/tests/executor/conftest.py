@@ -71,6 +71,16 @@ def cluster(fake: ModuleType) -> Iterator[Any]:
         # The nodes' processes look there for the fake backend.
         patch.setenv("PYTHONPATH", str(Path(fake.__file__ or "").parent), prepend=os.pathsep)
         patch.delenv("RAY_ADDRESS", raising=False)
+        # Nodes without what nobody asks of them: a page, metrics, the events of tasks, workers before there are actors.
+        patch.setattr("ray._private.utils.get_dashboard_dependency_error", ImportError)
+        for name in (
+            "enable_metrics_collection",
+            "event_stats",
+            "memory_monitor_refresh_ms",
+            "prestart_worker_first_driver",
+            "task_events_report_interval_ms",
+        ):
+            patch.setenv(f"RAY_{name}", "0")
         # Ray Serve looks less often than by default whether replicas are well, and is told more often how busy they are.
         patch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
         for who in ("REPLICA", "HANDLE"):
@@ -91,6 +101,8 @@ def cluster(fake: ModuleType) -> Iterator[Any]:
         )
         nodes.add_node(**node, resources={"fakes": 6, "split": 1})
         ray.init(address=nodes.address, log_to_driver=False)
+        # Of Ray's debugger; no process with other settings of Python is a fork of a warm one.
+        patch.delenv("PYTHONBREAKPOINT")
         yield nodes
         ray.shutdown()
         nodes.shutdown()

@@ -144,12 +144,12 @@ class RayTransport(Transport):
                 self._get(rank, untaken.popleft(), deadline)
 
     def wait(self, seconds: float, first: int | None = None) -> bool:
-        """Wait for one answer, or for those of all ranks."""
+        """Wait for one answer, or for as many as there are ranks that owe one."""
         end = Deadline("", seconds)
         while True:
             refs = list(self._answers)
-            # Waiting for all answers at once asks Ray a single time in nearly every step.
-            count = 1 if first is None else len(refs)
+            # Waiting for all ranks at once asks Ray a single time in nearly every step; what follows a step is answered later.
+            count = 1 if first is None else len(set(self._answers.values()))
             ready, _ = self._ray.wait(refs, num_returns=count, timeout=min(end.left(), _SLICE_SECONDS))
             self.check()
             if ready or not end.left():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import threading
 import uuid
 from typing import Any
 
@@ -30,7 +32,9 @@ class PrivateRendezvous:
 
 
 class RendezvousServer:
-    """torch's TCP store, served by this process to whoever reaches its port.
+    """torch's TCP store, served by this process to whoever reaches its port, from when somebody first does.
+
+    Until then torch is not imported, which takes a second: ranks do so at the same time, each in its process.
 
     Args:
         host: this machine's address on the network from which ranks come.
@@ -40,8 +44,6 @@ class RendezvousServer:
     """
 
     def __init__(self, host: str) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as listening:
             listening.bind((host, 0))
@@ -49,11 +51,17 @@ class RendezvousServer:
             port = listening.getsockname()[1]
             quoted = f"[{host}]" if ":" in host else host
             self.init_method = f"tcp://{quoted}:{port}/{uuid.uuid4().hex}?served"
-            # The store owns the file descriptor from here on.
-            self._store: Any = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
+            self._store: Any = None
+            # The thread, and then the store, owns the file descriptor.
+            arguments = (host, port, listening.detach())
+        threading.Thread(target=self._serve, args=arguments, name="hardpoint rendezvous", daemon=True).start()
 
-    def close(self) -> None:
-        """End the store and close its port; idempotent."""
-        self._store = None
+    def _serve(self, host: str, port: int, listening: int) -> None:
+        arrivals = select.poll()
+        arrivals.register(listening, select.POLLIN)
+        arrivals.poll()
+        # All of torch before its parts, as the thread of this process's rank does: both wait for one another's imports otherwise.
+        import torch  # noqa: F401
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
