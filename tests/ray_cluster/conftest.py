@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 
 from core.tests.executor.conftest import Make, cluster, fake, make_over, step, transport
 from tests.e2e.conftest import greedy, shallow, shallow_demo
+from tests.ray_cluster.warm_workers import import_early, warm_workers
 
 __all__ = ["cluster", "fake", "greedy", "make_over", "shallow", "shallow_demo", "step", "transport"]
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
+if find_spec("ray"):
+    import_early()  # before this process is forked
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _transport_of(item: pytest.Item) -> object:
     return item.callspec.params.get("transport") if hasattr(item, "callspec") else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with warm_workers(tmp_path_factory.mktemp("workers")):
+        yield
 
 
 @pytest.fixture

@@ -120,15 +120,17 @@ PROGRAM = """
     from hardpoint.plugins import Resolved
     descriptor = fake.hardpoint_backend()
     resolved = Resolved(descriptor, descriptor.probe().devices[0])
-    first, second = (
-        RemoteExecutor(RayTransport(resolved, WorkerConfig(model=""), None, {{"resource": "CPU"}})) for _ in range(2)
+    *others, last = (
+        RemoteExecutor(RayTransport(resolved, WorkerConfig(model=""), None, {{"resource": "CPU"}}))
+        for _ in range(1 if {waits} else 2)
     )
-    first.shutdown()
+    for one in others:
+        one.shutdown()
     assert ray.is_initialized()
-    print(*second.pids, flush=True)
+    print(*last.pids, flush=True)
     if {waits}:
         time.sleep(60)
-    second.shutdown()
+    last.shutdown()
     assert not ray.is_initialized()
     print("ended", flush=True)
 """

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,8 @@ import pytest
 from core.tests.executor.conftest import OBJECT_STORE
 from hardpoint.interfaces.errors import ClusterError
 from hardpoint.plugins import installed
+from tests.ray_cluster.warm_workers import STARTS_ENGINES
+from tests.warm_processes import WarmPopen
 
 MACHINE = "machine_of_replicas"
 ROOM = 2
@@ -50,16 +52,24 @@ def replica_states() -> dict[str, int]:
 
 
 class Served:
-    """An application that runs, and how to ask it."""
+    """An application that runs, how to ask it, and how to end it before its context does."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, end: Callable[[], None]) -> None:
+        self.url, self.end = url, end
         self.client = httpx.Client(base_url=url, timeout=600, headers={"Authorization": "Bearer a key"})
 
     def complete(self, prompt: str, max_tokens: int = 2) -> httpx.Response:
         """Return a whole answer."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
         return self.client.post("/v1/completions", json=body)
+
+
+def held_port() -> tuple[socket.socket, int]:
+    """Return a port for Ray Serve's proxy, which shares ports, and what keeps all others from taking it until it is closed."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    return held, held.getsockname()[1]
 
 
 @contextmanager
@@ -69,20 +79,19 @@ def serving(engine: dict[str, Any], serving: dict[str, Any], model: str = "demo"
     from hardpoint.server.run import ServerSettings
     from hardpoint.server.served_model import ServingOptions
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = Replicas(
-        "demo",
-        model,
-        {"max_model_len": 1024, "num_device_blocks": 128} | engine,
-        ServingOptions(drain_seconds=5.0, **serving),
-        ServerSettings(port=port, api_keys=["a key"]),
-        ReplicaOptions(resource=MACHINE, **options),
-    )
-    try:
-        yield Served(f"http://127.0.0.1:{port}")
-    finally:
-        made.end()
+    held, port = held_port()
+    with ExitStack() as ending:
+        ending.enter_context(held)
+        made = Replicas(
+            "demo",
+            model,
+            {"max_model_len": 1024, "num_device_blocks": 128} | engine,
+            ServingOptions(drain_seconds=5.0, **serving),
+            ServerSettings(port=port, api_keys=["a key"]),
+            ReplicaOptions(resource=MACHINE, **options),
+        )
+        ending.callback(made.end)
+        yield Served(f"http://127.0.0.1:{port}", ending.close)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +108,7 @@ def add_machine(
         beside = [str(site), str(Path(simulated_device.__file__).parent), str(Path(fake.__file__ or "").parent)]
         patch.setenv("PYTHONPATH", os.pathsep.join(beside))
         patch.setenv("HARDPOINT_SIMULATED_STEP", "0.06")
+        patch.setenv(STARTS_ENGINES, "1")
 
         def add() -> Any:
             return cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE, resources={MACHINE: ROOM})
@@ -118,11 +128,10 @@ def command(address: str, model: str, *options: str) -> Iterator[Served]:
     """Run `hardpoint serve` of a model, under the name demo, with replicas until the end of the context, which ends it with SIGTERM."""
     from ray import serve
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    held, port = held_port()
     where = ["--executor", "ray", "--ray-address", address, "--ray-resource", MACHINE, "--port", str(port)]
-    whole = [sys.executable, "-m", "hardpoint.cli", "serve", f"demo={model}", "--api-key", "a key", *where, *options]
-    running = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)
+    served = ["-m", "hardpoint.cli", "serve", f"demo={model}", "--api-key", "a key"]
+    running = WarmPopen([sys.executable, "-P", *served, *where, *options], stderr=subprocess.PIPE, text=True)
     assert running.stderr is not None
     said: list[str] = []
     try:
@@ -134,12 +143,13 @@ def command(address: str, model: str, *options: str) -> Iterator[Served]:
             pytest.fail("".join(said))
         # What it says further is read, so that it does not wait for that.
         threading.Thread(target=said.extend, args=(running.stderr,), daemon=True).start()
-        yield Served(f"http://127.0.0.1:{port}")
+        yield Served(f"http://127.0.0.1:{port}", running.terminate)
         running.terminate()
         assert running.wait(240) == 0, "".join(said)
     finally:
         running.kill()
         running.wait()
+        held.close()
         # This process has asked the controller of Ray Serve, which ended with the command, and would ask it again.
         serve.shutdown()
 
@@ -161,28 +171,6 @@ def test_replicas_sleep_when_idle_then_end_and_a_request_starts_one_again(
         started = served.complete("The capital of France is", 8)
         assert started.json()["choices"][0]["text"] == before
         assert started.headers["x-replica"] != woken.headers["x-replica"]
-
-
-def test_the_end_lets_requests_finish(machines: list[Any]) -> None:
-    body = {"model": "demo", "prompt": "Hi", "max_tokens": 33, "ignore_eos": True}
-    begun = threading.Event()
-
-    def stream() -> str:
-        text = ""
-        with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-            for part in answer.iter_text():
-                text += part
-                begun.set()
-        return text
-
-    with ThreadPoolExecutor(2) as pool, serving({"backend": "simulated_device"}, {}, replicas=1) as served:
-        whole = pool.submit(served.client.post, "/v1/completions", json=body)
-        time.sleep(0.1)  # so that it is in progress when the stream has begun
-        streamed = pool.submit(stream)
-        assert begun.wait(60)
-    assert whole.result().json()["choices"][0]["finish_reason"] == "length"
-    assert '"finish_reason":"length"' in streamed.result()
-    assert streamed.result().endswith("data: [DONE]\n\n")
 
 
 def test_a_model_that_does_not_load_is_told_and_nothing_stays(
@@ -304,3 +292,27 @@ def test_a_machine_that_is_gone_takes_no_request_that_had_not_begun_to_stream_an
         return len(answered) >= 2 * ROOM
 
     wait_until(reaches_all)
+
+
+def test_the_end_lets_requests_finish(four: Served) -> None:
+    """The last of the tests of these replicas."""
+    body = {"model": "demo", "prompt": "Hi", "max_tokens": 33, "ignore_eos": True}
+    begun = threading.Event()
+
+    def stream() -> str:
+        text = ""
+        with four.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            for part in answer.iter_text():
+                text += part
+                begun.set()
+        return text
+
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(four.client.post, "/v1/completions", json=body)
+        time.sleep(0.1)  # so that it is in progress when the stream has begun
+        streamed = pool.submit(stream)
+        assert begun.wait(60)
+        four.end()
+    assert whole.result().json()["choices"][0]["finish_reason"] == "length"
+    assert '"finish_reason":"length"' in streamed.result()
+    assert streamed.result().endswith("data: [DONE]\n\n")
