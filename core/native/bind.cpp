@@ -13,11 +13,13 @@
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native parts of the core: scheduler, steps' messages, memory, and blocks of GGUF files.";
-  hardpoint::bind_scheduler(m);
-  hardpoint::bind_step(m);
   hardpoint::bind_memory(m);
   hardpoint::bind_disk(m);
+#ifndef HARDPOINT_MEMORY_ONLY
+  hardpoint::bind_scheduler(m);
+  hardpoint::bind_step(m);
   hardpoint::bind_gguf(m);
+#endif
   m.def(
       "return_free_memory",
       [] {

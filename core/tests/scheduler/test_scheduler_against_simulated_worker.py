@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -125,10 +125,13 @@ class SimulatedWorker:
         assert len(set(batch.row_copies[:, 1].tolist())) == len(batch.row_copies), "a row has two sources"
         self.states |= {to: self.states[of] for of, to in batch.row_copies.tolist() if of in self.states}
         written: set[int] = set()
+        steps = batch.by_group()
+        histories: list[list[int]] = []
         for r, seq_id in enumerate(batch.seq_ids.tolist()):
             expected = sequences[seq_id]
             drafts = drafts_of(batch, r)
             ids = self.histories(expected.device_history + drafts, expected.salt)
+            histories.append(ids)
             span = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
             positions, row = batch.positions[span].tolist(), int(batch.rows[r])
             if self.keeps_states and positions[0]:
@@ -142,30 +145,31 @@ class SimulatedWorker:
             else:
                 assert (batch.token_ids[span].tolist(), r < batch.num_decodes) == ([-1], True)
                 assert self.last_tokens[int(batch.state_rows[r])] == expected.device_history[positions[0]]
-            for group, step in enumerate(batch.by_group()):
-                table = step.block_table[int(step.rows[r])]
-                slots = [self._slot(table, position) for position in positions]
+            for group, step in enumerate(steps):
+                slots = self._slots(step, r, positions)
                 assert step.slot_mapping[span].tolist() == slots
                 assert written.isdisjoint(slots), "two sequences or groups write one slot"
                 written.update(slots)
                 for position, slot in zip(positions, slots, strict=True):
                     self.device[slot] = ((group, ids[position]), self.generation)
         # In a second pass, as an attention that reads after all writes of a step would.
-        for r, seq_id in enumerate(batch.seq_ids.tolist()):
-            expected = sequences[seq_id]
-            ids = self.histories(expected.device_history + drafts_of(batch, r), expected.salt)
+        for r, (seq_id, ids) in enumerate(zip(batch.seq_ids.tolist(), histories, strict=True)):
+            generation = sequences[seq_id].generation
             query = int(batch.positions[batch.query_start[r]])
-            for group, (step, window) in enumerate(zip(batch.by_group(), self.windows, strict=True)):
-                table = step.block_table[int(step.rows[r])]
-                for position in range(max(query - window + 1, 0) if window else 0, int(batch.context_lens[r])):
-                    held, generation = self.device[self._slot(table, position)]
+            for group, (step, window) in enumerate(zip(steps, self.windows, strict=True)):
+                positions = range(max(query - window + 1, 0) if window else 0, int(batch.context_lens[r]))
+                for position, slot in zip(positions, self._slots(step, r, positions), strict=True):
+                    held, written_in = self.device[slot]
                     assert held == (group, ids[position]), (
                         f"sequence {seq_id} reads another history at position {position}"
                     )
-                    assert generation >= expected.generation, "a cached block survived reset_prefix_cache"
+                    assert written_in >= generation, "a cached block survived reset_prefix_cache"
 
-    def _slot(self, table: Any, position: int) -> int:
-        return int(table[position // self.block_size]) * self.block_size + position % self.block_size
+    def _slots(self, step: StepBatch, r: int, positions: Iterable[int]) -> list[int]:
+        """Return the slots of a sequence's positions."""
+        size = self.block_size
+        table = step.block_table[int(step.rows[r])].tolist()
+        return [table[position // size] * size + position % size for position in positions]
 
 
 def drafts_of(batch: StepBatch, row: int) -> list[int]:
