@@ -137,13 +137,12 @@ def test_the_interpreter_ends_cleanly(end: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("vendor", ["cuda", "rocm", "ascend"])
 def test_the_interpreter_ends_cleanly_over_a_simulated_driver(vendor: str, end: str, tmp_path: Path) -> None:
     program = f"""
-    from tests.fault_matrix.targets import SimulatedTarget
     pool = VirtualPool(SimulatedTarget("{vendor}").table())
     weights, cache = pool.allocate(32 << 20, "weights"), pool.allocate(4 << 20, "kv_cache")
     disk = SleepPlan(tier=SleepTier.DISK, disk_directory=sys.argv[1])
     {ENDS[end]}
     """
-    runs_cleanly(program, tmp_path)
+    runs_cleanly(program, tmp_path, prelude=PRELUDE + "from tests.fault_matrix.targets import SimulatedTarget")
     assert backup_files(tmp_path) == []
 
 

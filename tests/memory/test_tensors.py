@@ -13,7 +13,16 @@ from hardpoint.interfaces import Device, DType, LiveRanges, Policy, SleepPlan
 from hardpoint.interfaces.errors import DeviceOutOfMemory, InvalidAllocation
 from hardpoint_cpu.allocator import CpuAllocator
 
-from .support import runs_cleanly
+from .support import PRELUDE, run_program, runs_cleanly
+
+WITH_TORCH = (
+    PRELUDE
+    + """
+import torch
+from hardpoint.interfaces import Device, DType
+from hardpoint_cpu.allocator import CpuAllocator
+"""
+)
 
 
 @pytest.fixture
@@ -113,19 +122,14 @@ def test_live_ranges_of_a_tensor_are_kept(allocator: CpuAllocator) -> None:
 
 def test_use_while_asleep_is_a_fault_and_not_other_bytes() -> None:
     """Fact 47, on the CPU: the process dies at the access."""
-    from .support import run_program
-
     program = """
-    import torch
-    from hardpoint.interfaces import Device, DType
-    from hardpoint_cpu.allocator import CpuAllocator
     allocator = CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
     tensor = allocator.empty((1 << 20,), DType.FLOAT32)
     tensor.fill_(1.0)
     allocator.sleep(SleepPlan())
     print(tensor[5].item())
     """
-    ended = run_program(program)
+    ended = run_program(program, prelude=WITH_TORCH)
     assert ended.returncode in (-11, 1)
     assert ended.returncode != 1 or "AddressSanitizer" in ended.stderr
     assert ended.stdout == ""
@@ -135,16 +139,13 @@ def test_use_while_asleep_is_a_fault_and_not_other_bytes() -> None:
 def test_the_interpreter_ends_cleanly_with_living_tensors(state: str) -> None:
     """Modules keep tensors beyond the end of everything else."""
     program = f"""
-    import torch
-    from hardpoint.interfaces import Device, DType
-    from hardpoint_cpu.allocator import CpuAllocator
     allocator = CpuAllocator(Device(backend="cpu", index=0, name="host", torch_device="cpu"))
     torch.kept = allocator.empty((1 << 20,), DType.FLOAT32)
     torch.block = allocator.empty((100,), DType.FLOAT32)
     if "{state}" == "asleep":
         allocator.sleep(SleepPlan())
     """
-    runs_cleanly(program)
+    runs_cleanly(program, prelude=WITH_TORCH)
 
 
 def test_flags_are_bytes_of_the_pool(allocator: CpuAllocator) -> None:
