@@ -290,6 +290,23 @@ HP_INLINE void store_first(F16, uint16_t* p, vf x, int n) {
   std::memcpy(p, &y, static_cast<size_t>(n) * 2);
 }
 
+// All lanes, or the first n < kLanes.
+template <class T>
+HP_INLINE vf load_some(T type, const typename T::type* p, int n) { return n == kLanes ? load(type, p) : load_first(type, p, n); }
+template <class T>
+HP_INLINE void store_some(T type, typename T::type* p, vf x, int n) {
+  if (n == kLanes) store(type, p, x);
+  else store_first(type, p, x, n);
+}
+
+// Calls f(offset, count) for whole vectors, and then once for the rest, if any.
+template <class F>
+HP_INLINE void for_vectors(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, static_cast<int>(n - i));
+}
+
 HP_INLINE float hsum(vf x) {
 #if defined(HP_SIMD_AVX512)
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));

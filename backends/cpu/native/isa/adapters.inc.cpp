@@ -12,9 +12,6 @@ namespace {
 constexpr int kRanks = 4, kTokens = 4, kVectors = 4;  // register blocking: at most 16 sums at a time
 constexpr int kLine = 64;
 
-template <class T>
-HP_INLINE vf load_some(T type, const typename T::type* p, int n) { return n == kLanes ? load(type, p) : load_first(type, p, n); }
-
 // Elements are multiplied two at a time, as pairs.
 template <class T>
 constexpr bool kDotsPairs = false;
@@ -26,13 +23,6 @@ constexpr bool kDotsPairs<Bf16> = true;
 // Lines of `vectors` vectors of elements E.
 template <class E, int vectors>
 constexpr int kLines = vectors * kLanes * static_cast<int>(sizeof(E)) < 64 ? 1 : vectors * kLanes * static_cast<int>(sizeof(E)) / 64;
-
-template <class F>
-HP_INLINE void for_vectors(int64_t n, F&& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
-  if (i < n) f(i, static_cast<int>(n - i));
-}
 
 // Brings what comes after one part of an adapter to the second-level cache, a few lines at a time: matrices are mostly read for a few tokens
 // alone, in pieces too short for the processor to foresee.
@@ -153,8 +143,7 @@ HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b
 #pragma GCC unroll 4
       for (int t = 0; t < N; ++t) {
         float* y = call.sums + tokens[t] * call.sums_stride + at;
-        if (n == kLanes) store(y, sums[t][v]);
-        else store_first(F32{}, y, sums[t][v], n);
+        store_some(F32{}, y, sums[t][v], n);
       }
     }
     return;
@@ -166,8 +155,7 @@ HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b
     for (int v = 0; v < V; ++v) {
       const int n = v + 1 < V ? kLanes : count;
       const vf sum = load_some(type, y + v * kLanes, n) + sums[t][v];
-      if (n == kLanes) store(type, y + v * kLanes, sum);
-      else store_first(type, y + v * kLanes, sum, n);
+      store_some(type, y + v * kLanes, sum, n);
     }
   }
 }

@@ -24,21 +24,6 @@ const typename T::type* typed(T, const void* p) { return static_cast<const typen
 template <class T>
 typename T::type* typed(T, void* p) { return static_cast<typename T::type*>(p); }
 
-// Calls f(offset, count) for whole vectors, and then once for the rest, if any.
-template <class F>
-HP_INLINE void for_vectors(int64_t n, F&& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
-  if (i < n) f(i, static_cast<int>(n - i));
-}
-template <class T>
-HP_INLINE vf load_some(T type, const typename T::type* p, int n) { return n == kLanes ? load(type, p) : load_first(type, p, n); }
-template <class T>
-HP_INLINE void store_some(T type, typename T::type* p, vf x, int n) {
-  if (n == kLanes) store(type, p, x);
-  else store_first(type, p, x, n);
-}
-
 template <class T>
 HP_INLINE float inverse_rms(T type, const typename T::type* x, int64_t n, float eps) {
   vf sums[kSums] = {};
