@@ -24,8 +24,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module, invalidate_caches
 from inspect import signature
 from io import TextIOWrapper
@@ -69,7 +70,7 @@ class _Server:
         with theirs:
             if self._is_usable and os.fork() == 0:
                 self._socket.close()
-                _serve_and_end(theirs)
+                end_with(partial(_serve_in_between, theirs))
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
         """Whether a fork is what a new process with this environment would be."""
@@ -210,17 +211,22 @@ def _serve(requests: socket.socket) -> Mapping[str, Any] | None:
         requests.send(b"%d" % pid)
 
 
-def _serve_and_end(requests: socket.socket) -> NoReturn:
+def _serve_in_between(requests: socket.socket) -> None:
     """Make forks in the midst of a program, whose other parts see nothing of it."""
+    # Ends with its client, as forks that ask for it do, and not by Ctrl-C.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    freeze()
+    message = _serve(requests)
+    if message is not None:
+        _become(message)
+
+
+def end_with(run: Callable[[], object]) -> NoReturn:
+    """Run what a fork is for, and end it as a program of that alone would end."""
     code = 1
     try:
-        # Ends with its client, as forks that ask for it do, and not by Ctrl-C.
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        freeze()
-        message = _serve(requests)
-        if message is not None:
-            _become(message)
+        run()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -17,9 +17,9 @@ import runpy
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.warm_processes import WarmPopen, children_by, freeze, start_server
+from tests.warm_processes import WarmPopen, children_by, end_with, freeze, start_server
 
 _BEFORE_RAY = (
     "fastapi.openapi.models",
@@ -146,7 +146,7 @@ def _fork_with(environment: Mapping[str, str], inherited: Sequence[int]) -> sock
                 os._exit(0)  # the server has ended
             if os.fork() == 0:
                 theirs.close()
-                _be(json.loads(data), files)
+                end_with(partial(_be, json.loads(data), files))
             for file in files:
                 os.close(file)
     theirs.close()
@@ -164,34 +164,22 @@ def _import_with_ray() -> None:
             import_module(name)
 
 
-def _be(message: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+def _be(message: Mapping[str, Any], files: Sequence[int]) -> None:
     """Be a worker that has just been started."""
-    code = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        os.chdir(message["folder"])
-        sys.argv = message["command"]
-        with ExitStack() as to_the_end:
-            if STARTS_ENGINES in os.environ:
-                os.environ["PYTHONBREAKPOINT"] = (
-                    "ray.util.rpdb.set_trace"  # as Ray will have it: forks have the same settings of Python
-                )
-                start_server()
-                to_the_end.enter_context(children_by(WarmPopen))
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(message["folder"])
+    sys.argv = message["command"]
+    with ExitStack() as to_the_end:
+        if STARTS_ENGINES in os.environ:
+            # As Ray will have it: forks have the same settings of Python.
+            os.environ["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"
+            start_server()
+            to_the_end.enter_context(children_by(WarmPopen))
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

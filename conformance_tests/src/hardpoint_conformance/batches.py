@@ -548,6 +548,7 @@ class AttentionBench:
 def check(case: Case, spans: Sequence[Span], outs: Sequence[Tensor], quality: _Notes) -> None:
     """Assert that outputs keep to the oracle's bounds, and note the largest share of them."""
     wanted = [case.expected(span) for span in spans]
+    assert [out.shape for out in outs] == [one.out.shape for one in wanted]
     worst = joined(wanted).ratio(torch.cat(list(outs)))
     quality.note(worst)
     if worst > 1:
@@ -555,6 +556,7 @@ def check(case: Case, spans: Sequence[Span], outs: Sequence[Tensor], quality: _N
             ratio = expected_here.ratio(out)
             context = f"{span.end - span.begin} queries over {span.end} keys, {case.layer}, {case.dtype}"
             assert ratio <= 1, f"the error is {ratio:.3g} times its bound: {context}"
+    assert worst <= 1
 
 
 def check_steps(
