@@ -11,7 +11,6 @@
 namespace hp {
 namespace {
 
-constexpr int64_t kAlignment = 64;
 constexpr int64_t kAdaptedRows = 256;  // computed together: the more, the less often weights are read, and the more memory their sums take
 constexpr int64_t kFewTokens = 8;  // up to here row work is shorter than handing it to another thread
 
@@ -79,7 +78,7 @@ int64_t Decoder::lay_out(char* base, Scratch& s) const {
   int64_t used = 0;
   auto take = [&](int64_t bytes) {
     char* p = base ? base + used : nullptr;
-    used += ceil_div(bytes, kAlignment) * kAlignment;
+    used += aligned(bytes);
     return p;
   };
   s.residual = reinterpret_cast<float*>(take(tokens * hidden * 4));

@@ -14,13 +14,7 @@ namespace hp {
 namespace {
 
 constexpr int64_t kMaxRows = 4096;      // rows (tokens times experts of a token) that are under way at a time; bounds the workspace
-constexpr int64_t kFewRows = 8;         // up to here an expert's products are bound by the weights' bytes
-constexpr int64_t kMinItemRows = 48;
-constexpr int64_t kItemsPerThread = 8;  // enough that one item more or less per thread is a small difference
 constexpr int64_t kInlineElements = 65536;  // row work below this is shorter than handing it to another thread
-constexpr int64_t kAlignment = 64;
-
-int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
 // Elements between rows of a kernel's input, which may be fp32 or whole pairs.
 int64_t row_stride(int64_t k) { return ceil_div(k, 16) * 16; }
@@ -28,7 +22,7 @@ int64_t row_stride(int64_t k) { return ceil_div(k, 16) * 16; }
 int64_t tokens_at_once(int64_t tokens, int64_t top_k) { return std::min(tokens, std::max<int64_t>(1, kMaxRows / top_k)); }
 
 template <class F>
-void for_rows(int64_t rows, int64_t elements, F&& f) {
+void share_rows(int64_t rows, int64_t elements, F&& f) {
   ThreadPool& pool = ThreadPool::global();
   const int64_t inline_rows = std::max<int64_t>(1, kInlineElements / std::max<int64_t>(1, elements));
   const int64_t grain = rows <= inline_rows ? rows : std::max<int64_t>(1, ceil_div(rows, kItemsPerThread * pool.num_threads()));
@@ -114,7 +108,7 @@ void run_tokens(const ExpertsCall& call, int64_t first_token, int64_t tokens) {
   for (int64_t r = 0; r < rows; ++r) place[r] = next[experts[r]]++;
   std::stable_sort(groups.begin(), groups.end(), [](const Group& a, const Group& b) { return a.rows > b.rows; });
 
-  for_rows(rows, call.hidden, [&](int64_t r) {
+  share_rows(rows, call.hidden, [&](int64_t r) {
     const char* from = static_cast<const char*>(call.x) + (first_token + r / call.top_k) * call.x_stride * size;
     char* to = sorted_x + place[r] * x_stride * in_size;
     char* activated = inner + place[r] * inner_stride * in_size;
@@ -175,7 +169,7 @@ void run_tokens(const ExpertsCall& call, int64_t first_token, int64_t tokens) {
   }
   run_products(shares, inner_stride, false);
 
-  for_rows(tokens, call.top_k * call.hidden, [&](int64_t t) {
+  share_rows(tokens, call.top_k * call.hidden, [&](int64_t t) {
     char* out = static_cast<char*>(call.out) + (first_token + t) * call.out_stride * size;
     ops.weighted_sum(outputs, call.hidden, place.data() + t * call.top_k, call.weights + (first_token + t) * call.top_k, call.top_k,
                      call.hidden, out, call.dtype);

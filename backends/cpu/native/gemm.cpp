@@ -14,13 +14,7 @@
 namespace hp {
 namespace {
 
-constexpr int64_t kFewRows = 8;         // up to here a layer is bound by the weights' bytes
-constexpr int64_t kDotRows = 2;         // up to here even a slow dot product of bf16 is the faster one
-constexpr int64_t kItemsPerThread = 8;  // enough that one item more or less per thread is a small difference
-constexpr int64_t kMinItemRows = 48;
-constexpr int64_t kAlignment = 64;
-
-int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
+constexpr int64_t kDotRows = 2;  // up to here even a slow dot product of bf16 is the faster one
 
 // x in fp32, padded to whole pairs, or quantised, which takes the least; one row set per thread for a producer; running maxima per thread.
 int64_t row_bytes(int64_t k, DType dtype) { return aligned(k_padded(k, dtype) * 4); }

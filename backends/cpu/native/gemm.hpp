@@ -24,6 +24,11 @@ namespace hp {
 constexpr int kTileColumns = 16;
 constexpr int kGroupTiles = 4;  // tiles that one work item computes together
 
+// How products are cut into work items.
+constexpr int64_t kFewRows = 8;         // up to here a product is bound by the weights' bytes
+constexpr int64_t kMinItemRows = 48;
+constexpr int64_t kItemsPerThread = 8;  // enough that one item more or less per thread is a small difference
+
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t k_padded(int64_t k, DType dtype) { return dtype == DType::BF16 ? (k + 1) / 2 * 2 : k; }
 static inline int64_t num_tiles(int64_t n) { return ceil_div(n, kTileColumns); }
@@ -96,7 +101,10 @@ static inline bool is_gated(Epilogue e) {
   return e == Epilogue::SiluMul || e == Epilogue::GeluMul || e == Epilogue::GeluTanhMul || e == Epilogue::ClampedSwiGluMul;
 }
 
-// Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, 64-byte aligned.
+constexpr int64_t kAlignment = 64;  // of scratch memory, and of what it is divided into
+static inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
+
+// Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, aligned.
 struct Workspace {
   void* data = nullptr;
   int64_t bytes = 0;
