@@ -18,7 +18,7 @@ namespace {
 // no other item to keep the threads busy.
 constexpr int kSplitRows = 48;
 // With this many items for each thread, a decode item takes up to kDecodeHeads key heads together.
-constexpr int kManyPerThread = 4;
+constexpr int kManyItemsPerThread = 4;
 constexpr int kDecodeHeads = 8;
 // Below this many bytes a copy is faster than sharing it out.
 constexpr int64_t kInlineCopyBytes = 128 << 10;
@@ -201,7 +201,7 @@ void attention(const AttentionPlan& plan, const AttentionBatch& batch, const Att
   // Heads of one decode item lie side by side and are read in one go, unless the threads need smaller portions.
   const int64_t kv_heads = layer.num_kv_heads, prefills = static_cast<int64_t>(plan.prefills.size()) * kv_heads;
   const int64_t decodes = static_cast<int64_t>(plan.decodes.size());
-  const bool many = prefills + decodes >= int64_t{kManyPerThread} * pool.num_threads();
+  const bool many = prefills + decodes >= int64_t{kManyItemsPerThread} * pool.num_threads();
   const int64_t heads_at_once = many ? std::min<int64_t>(kv_heads, kDecodeHeads) : 1;
   const int64_t portions = (kv_heads + heads_at_once - 1) / heads_at_once;
   const int64_t scratch_bytes = kernels.scratch_bytes(static_cast<int>(heads_at_once), layer.num_heads / layer.num_kv_heads, layer.head_dim);

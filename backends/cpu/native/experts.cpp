@@ -13,7 +13,7 @@
 namespace hp {
 namespace {
 
-constexpr int64_t kMaxRows = 4096;      // rows (tokens times experts of a token) that are under way at a time; bounds the workspace
+constexpr int64_t kMaxRows = 4096;          // rows (tokens times experts of a token) that are under way at a time; bounds the workspace
 constexpr int64_t kInlineElements = 65536;  // row work below this is shorter than handing it to another thread
 
 // Elements between rows of a kernel's input, which may be fp32 or whole pairs.
@@ -21,6 +21,7 @@ int64_t row_stride(int64_t k) { return ceil_div(k, 16) * 16; }
 
 int64_t tokens_at_once(int64_t tokens, int64_t top_k) { return std::min(tokens, std::max<int64_t>(1, kMaxRows / top_k)); }
 
+// Calls f(row) for all rows, which the threads share out where that pays.
 template <class F>
 void share_rows(int64_t rows, int64_t elements, F&& f) {
   ThreadPool& pool = ThreadPool::global();

@@ -104,7 +104,7 @@ static inline bool is_gated(Epilogue e) {
 constexpr int64_t kAlignment = 64;  // of scratch memory, and of what it is divided into
 static inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
-// Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, aligned.
+// Scratch that the caller lends for the length of a call: at least linear_workspace_bytes(...) bytes, aligned to kAlignment.
 struct Workspace {
   void* data = nullptr;
   int64_t bytes = 0;
