@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Builds dist/: an sdist and a wheel of every distribution, checked as an index would check them. PYTHON is the development environment's.
 #
-# Native code is compiled where the development install was, so that it is not compiled again. Wheels get the manylinux tag of this machine's C
+# Native code is compiled where the development install was, so that it is not compiled again: what is added here is the CPU backend's kernels for
+# instruction sets that this machine does not have. Wheels get the manylinux tag of this machine's C
 # library, which is the oldest system that they can be claimed for; build them on an older one to claim more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 PATH="$(dirname "$python"):$PATH"
+export SKBUILD_CMAKE_DEFINE=HARDPOINT_NATIVE=OFF
 mkdir -p build
 rm -rf dist build/dist
 for project in {core,backends/*,conformance_tests,simulators}/pyproject.toml; do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 import tarfile
@@ -83,6 +84,12 @@ def test_every_distribution_has_an_sdist_and_a_wheel_with_the_licence() -> None:
 def test_the_wheel_has_the_files_of_the_web_page() -> None:
     with zipfile.ZipFile(next(DIST.glob("hardpoint-0*.whl"))) as archive:
         assert {f"hardpoint/server/page.{suffix}" for suffix in ("html", "css", "js")} <= set(archive.namelist())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one level")
+def test_the_wheel_has_kernels_for_every_instruction_set(environment: Environment) -> None:
+    told = succeed(environment, "python -c 'from hardpoint_cpu import _native; print(*_native.compiled_isas())'")
+    assert told.split() == ["baseline", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"]
 
 
 def test_a_prompt_is_answered_without_the_source_tree(environment: Environment) -> None:

@@ -17,7 +17,7 @@ void append_items(int slot, const int64_t* tokens, int64_t count, std::vector<Ad
 }
 
 void add_adapters(const AdapterCall& call, const std::vector<AdapterItem>& items) {
-  const AdapterKernels& kernels = HP_DISPATCH(adapter_kernels_here);
+  const AdapterKernels& kernels = HP_KERNELS(adapter_kernels_here);
   const size_t inner = static_cast<size_t>(kAdapterTokens * call.matrices.parts * call.matrices.max_rank);
   const int64_t count = static_cast<int64_t>(items.size());
   ThreadPool::global().parallel_for(count, std::max<int64_t>(1, count / (kChunksPerThread * ThreadPool::global().num_threads())), [&](int64_t begin, int64_t end, int) {

@@ -69,4 +69,4 @@ void add_adapters(const AdapterCall& call, const std::vector<AdapterItem>& items
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA(const AdapterKernels& adapter_kernels_here())
+HP_DECLARE_PER_ISA(const AdapterKernels&, adapter_kernels_here)

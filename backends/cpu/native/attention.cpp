@@ -165,7 +165,7 @@ AttentionPlan plan_attention(const AttentionBatch& batch, const AttentionLayer& 
 
 void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const void* k, int64_t k_stride, const void* v,
               int64_t v_stride, const KvLayer& kv) {
-  const AttentionKernels& kernels = HP_DISPATCH_AND_AMX(attention_kernels);
+  const AttentionKernels& kernels = HP_KERNELS(attention_kernels);
   const int64_t size = itemsize(kv.dtype), head_bytes = layer.head_dim * size;
   const int64_t row_bytes = layer.head_dim * itemsize(kv.format, kv.dtype);
   const int64_t token_bytes = row_bytes * layer.num_kv_heads;
@@ -193,7 +193,7 @@ void write_kv(const AttentionBatch& batch, const AttentionLayer& layer, const vo
 
 void attention(const AttentionPlan& plan, const AttentionBatch& batch, const AttentionLayer& layer, const void* q,
                int64_t q_stride, const KvLayer& kv, void* out, int64_t out_stride) {
-  const AttentionKernels& kernels = HP_DISPATCH_AND_AMX(attention_kernels);
+  const AttentionKernels& kernels = HP_KERNELS(attention_kernels);
   AttentionCall call{&batch, &layer, &kv, q, q_stride, out, out_stride, nullptr};
   const int64_t partial_floats = int64_t{layer.num_heads} * (layer.head_dim + 2);
   if (plan.num_partials > 0) call.partials = reinterpret_cast<float*>(partials_scratch(plan.num_partials * partial_floats * 4));
@@ -257,6 +257,6 @@ void copy_blocks(const std::vector<BlockPool>& from, const std::vector<BlockPool
   });
 }
 
-uint64_t read_bandwidth(const void* p, int64_t bytes) { return HP_DISPATCH_AND_AMX(attention_kernels).read_words(p, bytes); }
+uint64_t read_bandwidth(const void* p, int64_t bytes) { return HP_KERNELS(attention_kernels).read_words(p, bytes); }
 
 }  // namespace hp

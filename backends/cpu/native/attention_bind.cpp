@@ -70,11 +70,14 @@ void bind_isa(py::module_& m) {
   m.def("isa", [] { return std::string(isa_name(active_isa())); },
         "Instruction set in use: HARDPOINT_CPU_ISA, else the best one that is built and supported here.");
   m.def("set_isa", &set_isa, py::arg("name"), "Use this instruction set from now on. Raises ValueError when it is not available.");
-  m.def("available_isas", [] {
+  const auto names = [](const std::vector<Isa>& isas) {
     std::vector<std::string> names;
-    for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+    for (Isa isa : isas) names.emplace_back(isa_name(isa));
     return names;
-  }, "Instruction sets that are built and supported here, lowest first.");
+  };
+  m.def("compiled_isas", [=] { return names(compiled_isas()); }, "Instruction sets that this build has kernels for, lowest first.");
+  m.def("available_isas", [=] { return names(available_isas()); },
+        "Instruction sets that are built and supported here, lowest first.");
 }
 
 }  // namespace

@@ -39,4 +39,4 @@ struct AttentionKernels {
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA_AND_AMX(const ::hp::AttentionKernels& attention_kernels())
+HP_DECLARE_PER_ISA(const ::hp::AttentionKernels&, attention_kernels)

@@ -14,4 +14,4 @@ struct BlockKernels {
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA_WITH_VNNI(const BlockKernels& block_kernels())
+HP_DECLARE_PER_ISA(const BlockKernels&, block_kernels)

@@ -399,7 +399,7 @@ void Decoder::logprobs(const void* hidden, int64_t rows, const LogprobsOutput& o
   const int64_t groups = num_groups(config_.vocab), width = 1 + out.with_best;
   head.summaries = GroupSummaries(out.summaries, rows * groups);
   linear(head);
-  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  const LinearKernels& kernels = HP_KERNELS(linear_kernels);
   std::vector<float> top(static_cast<size_t>(rows)), total(static_cast<size_t>(rows));
   const RowSummaries joined{top.data(), total.data(), out.ranks};
   ThreadPool::global().parallel_for(ceil_div(rows, kTileColumns), 1, [&](int64_t begin, int64_t end, int) {

@@ -42,7 +42,7 @@ struct Share {
 // first.
 void run_products(const std::vector<Share>& shares, int64_t x_stride, bool gated) {
   ThreadPool& pool = ThreadPool::global();
-  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  const LinearKernels& kernels = HP_KERNELS(linear_kernels);
   const PackedWeight& any = shares.front().call.weight;
   const int64_t most_rows = shares.front().call.m, count = static_cast<int64_t>(shares.size());
   const int64_t tiles = num_tiles(any.n), stride = tile_bytes(any.k, any.dtype);
@@ -77,7 +77,7 @@ struct Group {
 };
 
 void run_tokens(const ExpertsCall& call, int64_t first_token, int64_t tokens) {
-  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  const LinearKernels& kernels = HP_KERNELS(linear_kernels);
   const OpKernels& ops = op_kernels();
   const int64_t rows = tokens * call.top_k, size = itemsize(call.dtype);
   const bool pairs = call.dtype == DType::BF16 && kernels.bf16_dot;
@@ -202,7 +202,7 @@ void run_experts(const ExpertsCall& call) {
 
 void route(const void* logits, int64_t stride, int64_t rows, int64_t n, DType dtype, int64_t k, bool renormalise, int32_t* experts,
            float* weights) {
-  const LinearKernels& kernels = HP_DISPATCH_AND_AMX(linear_kernels);
+  const LinearKernels& kernels = HP_KERNELS(linear_kernels);
   const OpKernels& ops = op_kernels();
   ThreadPool& pool = ThreadPool::global();
   const int64_t inline_rows = std::max<int64_t>(1, kInlineElements / (n * std::max<int64_t>(1, k)));

@@ -32,11 +32,9 @@ int64_t workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks, int t
 }
 
 const LinearKernels& linear_kernels_for(int64_t rows) {
-#ifdef HP_HAVE_X86_ISAS
   // Few rows wait for the weights: with fewer instructions the processor looks further ahead.
-  if (rows <= kDotRows && active_isa() == Isa::Avx512Vnni && has_slow_bf16_dot()) return avx512bf16::linear_kernels();
-#endif
-  return HP_DISPATCH_AND_AMX(linear_kernels);
+  if (rows <= kDotRows && active_isa() == Isa::Avx512Vnni && has_slow_bf16_dot()) return HP_KERNELS_AT(Isa::Avx512Bf16, linear_kernels);
+  return HP_KERNELS(linear_kernels);
 }
 
 template <class F>
@@ -49,7 +47,7 @@ template <class T>
 void pack_rows(const T* src, int64_t src_stride, int64_t rows, int64_t k, int64_t group, const PackPlacement& at, T* tiles) {
   const int64_t groups = ceil_div(k, group), tile_elements = groups * group * kTileColumns;
   const int64_t first = at.first_row, last = first + rows;
-  const auto pack_tile = HP_DISPATCH_AND_AMX(linear_kernels).pack_tile;
+  const auto pack_tile = HP_KERNELS(linear_kernels).pack_tile;
   for_tiles(ceil_div(last, kTileColumns) - first / kTileColumns, tile_elements * static_cast<int64_t>(sizeof(T)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin + first / kTileColumns; i < end + first / kTileColumns; ++i) {
       T* tile = tiles + (at.first_tile + at.tile_step * i) * tile_elements;
@@ -160,7 +158,7 @@ void linear(const LinearCall& call, const RowProducer& producer) {
   if (call.m == 0) return;
   ThreadPool& pool = ThreadPool::global();
   const LinearKernels& kernels = linear_kernels_for(call.m);
-  const BlockKernels& blocks = HP_DISPATCH_WITH_VNNI(block_kernels);
+  const BlockKernels& blocks = HP_KERNELS(block_kernels);
   const PackedWeight& weight = call.weight;
   const bool in_blocks = weight.blocks != BlockFormat::None;
   const int64_t needed = workspace_bytes(call.m, weight.k, weight.dtype, in_blocks, 1);

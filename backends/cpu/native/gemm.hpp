@@ -193,7 +193,4 @@ struct LinearKernels {
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA_AND_AMX(const LinearKernels& linear_kernels())
-#ifdef HP_HAVE_X86_ISAS
-namespace hp::avx512vnni { using hp::avx512::linear_kernels; }
-#endif
+HP_DECLARE_PER_ISA(const LinearKernels&, linear_kernels)

@@ -1,10 +1,15 @@
 #include "isa.hpp"
 
+#include "block_gemm.hpp"
+#include "gemm.hpp"
+
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 
-#ifdef HP_HAVE_AMX
+#if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,7 +25,7 @@ std::atomic<int> g_active{kUnset};
 // Linux gives the tile registers, 8 KiB more of state for each thread that uses them, to processes that ask (since 5.16). The answer
 // is for all threads and the children to come.
 bool amx_permitted() {
-#if defined(HP_HAVE_AMX) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool permitted = [] {
@@ -34,9 +39,17 @@ bool amx_permitted() {
 #endif
 }
 
+// Each level has products of its own, of plain weights or of weights in blocks.
+bool compiled(Isa isa) {
+  static constexpr decltype(&baseline::linear_kernels) plain[] = HP_PER_ISA(linear_kernels);
+  static constexpr decltype(&baseline::block_kernels) in_blocks[] = HP_PER_ISA(block_kernels);
+  return plain[static_cast<int>(isa)] || in_blocks[static_cast<int>(isa)];
+}
+
 bool supported(Isa isa) {
+  if (!compiled(isa)) return false;
   if (isa == Isa::Baseline) return true;
-#ifdef HP_HAVE_X86_ISAS
+#ifdef __x86_64__
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
                     __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
@@ -88,10 +101,15 @@ const char* isa_name(Isa isa) {
   }
 }
 
+std::vector<Isa> compiled_isas() {
+  std::vector<Isa> found;
+  std::copy_if(std::begin(kAll), std::end(kAll), std::back_inserter(found), compiled);
+  return found;
+}
+
 std::vector<Isa> available_isas() {
   std::vector<Isa> found;
-  for (Isa isa : kAll)
-    if (supported(isa)) found.push_back(isa);
+  std::copy_if(std::begin(kAll), std::end(kAll), std::back_inserter(found), supported);
   return found;
 }
 
@@ -109,7 +127,7 @@ Isa active_isa() {
 // A BF16 dot product of 512 bits takes Golden Cove, the core of Intel's processors that have it with VNNI, two cycles, in which it does
 // twice as many multiply-adds in fp32 (measured: 1.5 and 6 instructions per nanosecond). AMD's cores do one or two per cycle.
 bool has_slow_bf16_dot() {
-#ifdef HP_HAVE_X86_ISAS
+#ifdef __x86_64__
   static const bool slow = supported(Isa::Avx512Bf16) && __builtin_cpu_is("intel");
   return slow;
 #else

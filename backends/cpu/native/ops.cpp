@@ -27,7 +27,7 @@ char* row(void* base, int64_t index, int64_t stride, DType dtype) {
 
 }  // namespace
 
-const OpKernels& op_kernels() { return HP_DISPATCH(op_kernels_here); }
+const OpKernels& op_kernels() { return HP_KERNELS(op_kernels_here); }
 
 void rms_norm(const void* x, int64_t x_stride, int64_t rows, int64_t n, DType dtype, const float* weight, float eps, void* out,
               int64_t out_stride) {
@@ -84,7 +84,7 @@ void arg_max_rows(const float* x, int64_t x_stride, int64_t rows, int64_t n, int
 }
 
 void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, float scale, float* out, int64_t out_stride) {
-  const LinearKernels& kernels = HP_DISPATCH(linear_kernels);
+  const LinearKernels& kernels = HP_KERNELS(linear_kernels);
   const int64_t tile_size = weight.tile_stride(), k = weight.k;
   const auto gather_row = [&](int64_t i) {
     float* y = out + i * out_stride;

@@ -78,4 +78,4 @@ void gather_rows(const PackedWeight& weight, const int64_t* ids, int64_t count, 
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA(const OpKernels& op_kernels_here())
+HP_DECLARE_PER_ISA(const OpKernels&, op_kernels_here)

@@ -45,7 +45,7 @@ std::vector<RowSampler::Scratch>& RowSampler::prepared(int64_t n) {
 }
 
 void RowSampler::sample(const SampleCall& call) {
-  const SamplerKernels& kernels = HP_DISPATCH(sampler_kernels);
+  const SamplerKernels& kernels = HP_KERNELS(sampler_kernels);
   std::vector<Scratch>& scratch = prepared(call.n);
   ThreadPool::global().parallel_for(call.rows, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; ++i) {
@@ -254,7 +254,7 @@ int64_t RowSampler::draw_by_buckets(const SamplerKernels& kernels, const float* 
 }
 
 void RowSampler::logprobs(const LogprobsCall& call) {
-  const SamplerKernels& kernels = HP_DISPATCH(sampler_kernels);
+  const SamplerKernels& kernels = HP_KERNELS(sampler_kernels);
   std::vector<Scratch>& scratch = prepared(call.n);
   ThreadPool::global().parallel_for(call.rows, 1, [&](int64_t begin, int64_t end, int thread) {
     Scratch& own = scratch[static_cast<size_t>(thread)];

@@ -106,4 +106,4 @@ class RowSampler {
 
 }  // namespace hp
 
-HP_DECLARE_PER_ISA(const SamplerKernels& sampler_kernels())
+HP_DECLARE_PER_ISA(const SamplerKernels&, sampler_kernels)

@@ -31,6 +31,9 @@ def test_available_levels_are_in_order_and_include_the_portable_one():
     available = _native.available_isas()
     assert available == [level for level in LEVELS if level in available]
     assert available[0] == "baseline"
+    compiled = _native.compiled_isas()
+    assert set(available) <= set(compiled)
+    assert compiled == [level for level in LEVELS if level in compiled]
 
 
 def test_fastest_level_is_the_default():
