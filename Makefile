@@ -54,7 +54,7 @@ lint: $(STAMP)  ## Formatting and lint
 typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the conformance suite
 	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators conformance_tests/src/hardpoint_conformance
 
-# Parts of the tests, run by processes side by side: the longest come first, and what waits before what computes. One more than two cores have.
+# Parts of the tests, run by processes side by side: the longest come first, and what waits before what computes. One more than there are cores.
 # Not prerequisites: with several jobs, make would begin the longest one last.
 TESTS_OF_e2e := tests/e2e
 TESTS_OF_backends := backends conformance_tests simulators/tests
@@ -70,7 +70,7 @@ TESTS_OF_long := tests/fuzz tests/vllm_scripts tests/server/test_chaos.py tests/
 	backends/cuda/tests/flashinfer/test_conformance.py
 
 test: $(STAMP)  ## Run the tests, but for those that take long
-	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j3) lint $(PARTS) typecheck
+	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$$(($$(nproc) + 1))) lint $(PARTS) typecheck
 
 # Several run at a time: OpenMP's threads, and those of the CPU backend, would spin while they wait for one that has no core. What tests of several
 # threads need they ask for; conformance-cpu has all cores.
