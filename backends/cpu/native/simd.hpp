@@ -60,6 +60,15 @@ HP_INLINE vi iota() {
   return x;
 }
 
+// The compiler does not load the value again for another use.
+HP_INLINE void keep_in_register(vu& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#else
+  static_cast<void>(x);
+#endif
+}
+
 HP_INLINE vf load(const float* p) {
   vf x;
   std::memcpy(&x, p, sizeof(x));
