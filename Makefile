@@ -63,9 +63,10 @@ TESTS_OF_server := tests/server
 TESTS_OF_faults := tests/fault_matrix tests/memory
 TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/fault_matrix --ignore=tests/memory
 PARTS := test-e2e test-server test-core test-backends test-faults test-rest
-# What takes long for what it may find after a small change: random inputs and moments, vLLM's scripts, the suite's own test, conformance of
-# attention over reference operators, and benchmarks of devices.
+# What takes long for what it may find after a small change: random and hostile inputs, interrupts at any moment, perplexity, a draft model's
+# swaps and seeds, vLLM's scripts, the suite's own test, conformance of attention over reference operators, and benchmarks of devices.
 TESTS_OF_long := tests/fuzz tests/vllm_scripts tests/server/test_chaos.py tests/server/test_openapi_document.py tests/e2e/test_command_interrupts.py \
+	tests/e2e/test_interrupts.py tests/e2e/test_perplexity.py tests/e2e/test_draft_model.py core/tests/models/test_hostile_files.py \
 	tests/scripts/test_device_benchmarks.py conformance_tests/tests/test_selftest.py backends/ascend/tests/test_conformance.py \
 	backends/cuda/tests/flashinfer/test_conformance.py
 

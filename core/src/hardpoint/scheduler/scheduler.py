@@ -47,6 +47,7 @@ _REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
 _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, np.int32)
+_MOST_MADE = 64  # batches of other sizes that a plan keeps
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
 _Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int64Array]
@@ -435,7 +436,7 @@ class Scheduler:
 
 
 class _PlanBatches:
-    """The batches of one plan: views of its buffers, made anew only where a step has other sizes than the one before.
+    """The batches of one plan: views of its buffers, which are kept, since steps have the same sizes again.
 
     Args:
         buffers: in the order of `SchedulerCore.buffers`.
@@ -449,19 +450,20 @@ class _PlanBatches:
         groups: Sequence[tuple[Int32Array, Int32Array]],
     ) -> None:
         self._buffers, self._block_table, self._groups = buffers, block_table, groups
-        self._sizes: tuple[int, ...] = ()
-        self._without_moves: StepBatch | None = None
+        self._made: dict[tuple[int, ...], StepBatch] = {}
 
     def batch(self, sizes: tuple[int, int, int, int, int], moves: _Moves | None) -> StepBatch:
         """Return the batch of a step of these numbers of (tokens, sequences, decodes, samples, sequences with drafts)."""
-        if self._without_moves is None or sizes != self._sizes:
-            self._without_moves = self._make(*sizes)
-            self._sizes = sizes
+        batch = self._made.get(sizes)
+        if batch is None:
+            if len(self._made) == _MOST_MADE:
+                self._made.clear()
+            batch = self._made[sizes] = self._make(*sizes)
         if moves is None:
-            return self._without_moves
+            return batch
         swap_out, swap_in, copies, row_copies, preempted = moves
         return replace(
-            self._without_moves,
+            batch,
             swap_out=swap_out,
             swap_in=swap_in,
             copies=copies,
