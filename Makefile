@@ -23,7 +23,7 @@ export CXXFLAGS := $(shell c++ --version 2>/dev/null | grep -q "Free Software Fo
 endif
 
 .PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-faults test-headers test-long test-rest test-server \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-memory test-headers test-long test-rest test-server \
 	test-clients test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl test-verl typecheck
 
 help:  ## Show the targets
@@ -54,24 +54,26 @@ lint: $(STAMP)  ## Formatting and lint
 typecheck: $(STAMP)  ## mypy --strict on the core, the simulators and the conformance suite
 	$(BIN)/mypy core/src/hardpoint simulators/src/hardpoint_simulators conformance_tests/src/hardpoint_conformance
 
-# Parts of the tests, run by processes side by side: the longest come first, and what waits before what computes. One more than there are cores.
+# Parts of the tests, run by processes side by side: the longest come first, and what waits before what computes. Two more than there are cores.
 # Not prerequisites: with several jobs, make would begin the longest one last.
 TESTS_OF_e2e := tests/e2e
 TESTS_OF_backends := backends conformance_tests simulators/tests
 TESTS_OF_core := core/tests
 TESTS_OF_server := tests/server
-TESTS_OF_faults := tests/fault_matrix tests/memory
-TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/fault_matrix --ignore=tests/memory
-PARTS := test-e2e test-server test-core test-backends test-faults test-rest
-# What takes long for what it may find after a small change: random and hostile inputs, interrupts at any moment, perplexity, a draft model's
-# swaps and seeds, vLLM's scripts, the suite's own test, conformance of attention over reference operators, and benchmarks of devices.
-TESTS_OF_long := tests/fuzz tests/vllm_scripts tests/server/test_chaos.py tests/server/test_openapi_document.py tests/e2e/test_command_interrupts.py \
-	tests/e2e/test_interrupts.py tests/e2e/test_perplexity.py tests/e2e/test_draft_model.py core/tests/models/test_hostile_files.py \
+TESTS_OF_memory := tests/memory
+TESTS_OF_rest := tests --ignore=tests/e2e --ignore=tests/server --ignore=tests/memory
+PARTS := test-e2e test-server test-core test-backends test-memory test-rest
+# What takes long for what it may find after a small change: random, hostile and extreme inputs, interrupts at any moment, failures of every call,
+# perplexity, a draft model's swaps and seeds, vLLM's scripts, the suite's own test, conformance of attention over reference operators, and
+# benchmarks of devices.
+TESTS_OF_long := tests/fuzz tests/fault_matrix tests/vllm_scripts tests/server/test_chaos.py tests/server/test_openapi_document.py \
+	tests/e2e/test_command_interrupts.py tests/e2e/test_interrupts.py tests/e2e/test_extremes.py tests/e2e/test_perplexity.py \
+	tests/e2e/test_draft_model.py core/tests/models/test_hostile_files.py core/tests/worker/test_memory_changes.py \
 	tests/scripts/test_device_benchmarks.py conformance_tests/tests/test_selftest.py backends/ascend/tests/test_conformance.py \
 	backends/cuda/tests/flashinfer/test_conformance.py
 
 test: $(STAMP)  ## Run the tests, but for those that take long
-	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$$(($$(nproc) + 1))) lint $(PARTS) typecheck
+	$(MAKE) --no-print-directory --output-sync=target $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$$(($$(nproc) + 2))) lint $(PARTS) typecheck
 
 # Several run at a time: OpenMP's threads, and those of the CPU backend, would spin while they wait for one that has no core. What tests of several
 # threads need they ask for; conformance-cpu has all cores.
