@@ -23,7 +23,7 @@ export CXXFLAGS := $(shell c++ --version 2>/dev/null | grep -q "Free Software Fo
 endif
 
 .PHONY: aot check chromium clean conformance conformance-ascend conformance-committed conformance-cpu conformance-cuda conformance-rocm conformance-triton conformance-vendors demo dist \
-	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-memory test-headers test-long test-rest test-server \
+	device-check fault-matrix help install lint peers sanitize sanitize-addresses sanitize-threads selftest test test-backends test-core test-dist test-e2e test-headers test-long test-memory test-rest test-server \
 	test-clients test-flashinfer test-page test-ray test-torch test-torch-ascend test-torch-cuda test-triton test-trl test-verl typecheck
 
 help:  ## Show the targets

@@ -111,6 +111,24 @@ def test_arrays_have_the_contracts_types_and_shapes() -> None:
     assert batch.swap_out.shape == batch.swap_in.shape == batch.copies.shape == (0, 2)
 
 
+def test_a_step_has_its_own_numbers_whatever_sizes_came_before() -> None:
+    s = scheduler(max_num_batched_tokens=128, max_model_len=128)
+    lengths = [*range(1, 101), *range(100, 0, -1), 7, 7]
+    for number, length in enumerate(lengths):
+        prompt = [number * 128 + place for place in range(length)]
+        handle = s.add_request(prompt, max_tokens=9)
+        batch = s.schedule()
+        assert batch is not None
+        assert batch.token_ids.tolist() == prompt
+        assert batch.positions.tolist() == list(range(length))
+        assert (batch.query_start.tolist(), batch.context_lens.tolist()) == ([0, length], [length])
+        assert (batch.seq_ids.tolist(), batch.sample_rows.tolist()) == ([handle], [0])
+        assert len(batch.slot_mapping) == length
+        update(s, batch)
+        s.abort([handle])
+        s.release([handle])
+
+
 def test_decodes_and_prefill_chunks_share_a_step_decodes_first() -> None:
     s = scheduler(max_num_batched_tokens=8)
     first = s.add_request([1, 2, 3])

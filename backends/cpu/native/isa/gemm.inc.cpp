@@ -24,7 +24,7 @@ constexpr int kRows = 6, kTiles = 1;
 constexpr int kRows = 2, kTiles = 1;
 #endif
 
-// How far ahead of what it multiplies an item of one block of rows brings its weights (measured on Zen, one and two threads: 2048 is better
+// How far ahead of what it multiplies an item of one block of rows brings its weights (measured on Zen 3, one and two threads: 2048 is better
 // than 1024 and 4096); 0: it brings the next item's.
 constexpr int64_t kAheadBytes = HP_VW == 8 ? 2048 : 0;
 
@@ -180,12 +180,12 @@ constexpr int64_t kPageBytes = 4096;
 
 HP_INLINE void read_line(const char* line) { asm volatile("" : : "r"(*line)); }
 
-// The lines that an item's micro-kernels bring, in their order: first the tiles that are likely to come next.
+// The lines that an item's micro-kernels bring, in their order: first those of weights, then the call's lines ahead.
 class Fetching {
  public:
-  // `lines` at `tiles` follow one another; `steps`: of all the item's micro-kernels.
+  // `lines`: of weights, from `tiles` on (or null) in the order in which they are read. `steps`: of all the item's micro-kernels.
   Fetching(const LinearItem& item, const char* tiles, int64_t lines, int64_t steps)
-      : tiles_(tiles), per_step_(kTiles == 1 ? 1 : static_cast<int>(ceil_div(lines, steps))), tile_steps_(tiles ? lines / per_step_ : 0),
+      : tiles_(tiles), per_step_(static_cast<int>(ceil_div(lines, steps))), tile_steps_(tiles ? lines / per_step_ : 0),
         at_(item.ahead_begin), end_(item.ahead_end) {
     if (at_ == end_) return;
     span_ = item.call->ahead;
@@ -235,7 +235,7 @@ void micro_kernel(const typename Format::X* x, int64_t x_stride, const char* til
 
   const char* line = fetched.data;
   const int64_t fetching = fetched.steps;
-  const int per_step = kTiles == 1 ? 1 : fetched.per_step;  // no step reads more lines than tiles
+  const int per_step = kTiles == 1 ? 1 : fetched.per_step;  // of one tile a step reads one line at most: known to the compiler, no loop
   int64_t i = 0;
   while (i < fetching) {
     int64_t end = fetching;
@@ -540,9 +540,8 @@ void run_item_as(const LinearItem& item) {
   // Blocks as equal as possible: 14 rows are 7 + 7, not 12 + 2, which would not hide the latency.
   const int64_t rows = item.row_end - item.row_begin;
   const int64_t blocks = ceil_div(rows, kRows);
-  const bool own = kAheadBytes > 0 && blocks == 1 && Format::kStepBytes == kLineBytes;
-  const int64_t bytes = stride * count, ahead = own && bytes > kAheadBytes ? kAheadBytes : 0;
-  Fetching fetching(item, own ? tiles + ahead : item.prefetch, (bytes - ahead) / kLineBytes, blocks * ceil_div(count, kTiles) * steps);
+  const int64_t bytes = stride * count, own_ahead = blocks == 1 && Format::kStepBytes == kLineBytes && bytes > kAheadBytes ? kAheadBytes : 0;
+  Fetching fetching(item, own_ahead ? tiles + own_ahead : item.prefetch, (bytes - own_ahead) / kLineBytes, blocks * ceil_div(count, kTiles) * steps);
 
   alignas(64) float c[kRows * kGroupColumns];
   for (int64_t b = 0; b < blocks; ++b) {
@@ -554,8 +553,8 @@ void run_item_as(const LinearItem& item) {
       micro_kernel_for<Format>(block_rows, block_tiles)(x + begin * item.x_stride, item.x_stride, tiles + t * stride, stride, steps,
                                                         fetching.next(steps), c + t * kTileColumns);
     }
-    if (own && item.prefetch)
-      for (int64_t line = 0; line < ahead; line += kLineBytes) __builtin_prefetch(item.prefetch + line, 0, 2);
+    if (item.prefetch)
+      for (int64_t line = 0; line < own_ahead; line += kLineBytes) __builtin_prefetch(item.prefetch + line, 0, 2);
     finish(item, begin, block_rows, c);
   }
 }

@@ -47,7 +47,7 @@ _REASONS: tuple[FinishReason | None, ...] = (None, *FinishReason)
 _NO_PAIRS = np.empty((0, 2), np.int32)
 _NO_IDS = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, np.int32)
-_MOST_MADE = 64  # batches of other sizes that a plan keeps
+_MOST_BATCHES = 64  # of different sizes, that a plan keeps
 
 Finished: TypeAlias = list[tuple[int, FinishReason]]
 _Moves: TypeAlias = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int64Array]
@@ -450,15 +450,15 @@ class _PlanBatches:
         groups: Sequence[tuple[Int32Array, Int32Array]],
     ) -> None:
         self._buffers, self._block_table, self._groups = buffers, block_table, groups
-        self._made: dict[tuple[int, ...], StepBatch] = {}
+        self._batches: dict[tuple[int, ...], StepBatch] = {}
 
     def batch(self, sizes: tuple[int, int, int, int, int], moves: _Moves | None) -> StepBatch:
         """Return the batch of a step of these numbers of (tokens, sequences, decodes, samples, sequences with drafts)."""
-        batch = self._made.get(sizes)
+        batch = self._batches.get(sizes)
         if batch is None:
-            if len(self._made) == _MOST_MADE:
-                self._made.clear()
-            batch = self._made[sizes] = self._make(*sizes)
+            if len(self._batches) == _MOST_BATCHES:
+                self._batches.clear()
+            batch = self._batches[sizes] = self._make(*sizes)
         if moves is None:
             return batch
         swap_out, swap_in, copies, row_copies, preempted = moves
