@@ -51,11 +51,10 @@ HP_INLINE void store_first(E4m3, uint8_t* p, vf x, int n) {
   std::memcpy(p, &y, static_cast<size_t>(n));
 }
 
-#if defined(HP_SIMD_AVX512)
-// 32 numbers in e4m3 as such with `kMantissa` mantissa bits and an exponent bias greater by `kBias`, in 16 bits. Those of the subnormal
-// numbers, m * 2^-9, stand in a table.
-template <int kMantissa, int kBias>
+#if defined(HP_SIMD_AVX512BF16)
+// 32 numbers in e4m3 as bf16. Those of the subnormal numbers, m * 2^-9, stand in a table.
 HP_INLINE __m512i widen_e4m3_words(__m256i x) {
+  constexpr int kMantissa = 7, kBias = 120;  // bits of a mantissa, and by how much greater the exponent's bias is
   constexpr uint32_t kOne = static_cast<uint32_t>(kBias + 7) << kMantissa;  // the bits of 1.0
   constexpr uint32_t kStep = 1u << kMantissa, kHalf = kStep / 2, kQuarter = kStep / 4;
   constexpr uint32_t m1 = kOne - 9 * kStep, m2 = m1 + kStep, m4 = m2 + kStep;
@@ -72,18 +71,16 @@ HP_INLINE __m512i widen_e4m3_words(__m256i x) {
   number = _mm512_mask_blend_epi16(nan, number, _mm512_set1_epi16(0x7fff));
   return _mm512_or_si512(number, sign);
 }
-HP_INLINE __m512i widen_e4m3_words(Bf16, __m256i x) { return widen_e4m3_words<7, 120>(x); }
-HP_INLINE __m512i widen_e4m3_words(F16, __m256i x) { return widen_e4m3_words<10, 8>(x); }
 #endif
 
-// n numbers in e4m3, a multiple of 8, in another type.
+// n numbers in e4m3, a multiple of 8, in fp32 or, where the processor multiplies those, in bf16.
 template <class E>
 HP_INLINE void widen_e4m3(const uint8_t* from, int n, typename E::type* to) {
   int d = 0;
-#if defined(HP_SIMD_AVX512)
+#if defined(HP_SIMD_AVX512BF16)
   if constexpr (sizeof(typename E::type) == 2) {
     for (; d + 32 <= n; d += 32) {
-      const __m512i x = widen_e4m3_words(E{}, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + d)));
+      const __m512i x = widen_e4m3_words(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + d)));
       _mm512_storeu_si512(to + d, x);
     }
   }

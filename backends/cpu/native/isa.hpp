@@ -31,14 +31,20 @@ void set_isa(const std::string& name);
 
 // A kernel family is compiled once per level that it gains by (isa.cmake), and offers one function of each name in the namespace of the level.
 // HP_DECLARE_PER_ISA(const Kernels&, kernels) declares them; those that are not compiled are null (weak symbols that nothing defines).
-// HP_KERNELS(kernels) calls that of the active level or, without one, of the highest level below it.
+// HP_KERNELS(kernels) calls that of the active level or, without one, of the highest level below it. A level's own code (which has HP_ISA) asks
+// no table: it names the level whose kernels it calls, and the module cannot be imported where nothing defines them.
+#ifdef HP_ISA
+#define HP_OPTIONAL
+#else
+#define HP_OPTIONAL [[gnu::weak]]
+#endif
 #define HP_DECLARE_PER_ISA(result, function) \
   namespace hp::baseline { result function(); } \
-  namespace hp::avx2 { [[gnu::weak]] result function(); } \
-  namespace hp::avx512 { [[gnu::weak]] result function(); } \
-  namespace hp::avx512vnni { [[gnu::weak]] result function(); } \
-  namespace hp::avx512bf16 { [[gnu::weak]] result function(); } \
-  namespace hp::amx { [[gnu::weak]] result function(); }
+  namespace hp::avx2 { HP_OPTIONAL result function(); } \
+  namespace hp::avx512 { HP_OPTIONAL result function(); } \
+  namespace hp::avx512vnni { HP_OPTIONAL result function(); } \
+  namespace hp::avx512bf16 { HP_OPTIONAL result function(); } \
+  namespace hp::amx { HP_OPTIONAL result function(); }
 
 #define HP_PER_ISA(function) \
   { &::hp::baseline::function, &::hp::avx2::function, &::hp::avx512::function, &::hp::avx512vnni::function, &::hp::avx512bf16::function, \

@@ -1,6 +1,8 @@
 // Kernels of adapters.hpp, compiled once per instruction set.
 #include "adapters.hpp"
 
+#include <type_traits>
+
 #include "activations.hpp"
 #include "gemm.hpp"
 #include "simd.hpp"
@@ -59,17 +61,10 @@ class Ahead {
   int64_t row_bytes_ = 0, stride_ = 0, rows_ = 0, at_ = 0;
 };
 
-// Tokens that are computed together: the first ones of an item bring what comes after it, while they bring the matrices themselves.
-template <int N, bool first>
-struct Tokens {
-  static constexpr int count = N;
-  static constexpr bool brings = first;
-};
-
 // inner[t][r] = x[tokens[t]] . a[r] * scale, for N tokens and R rows of A: each sum has one vector of partial sums.
-template <int N, int R, bool brings, class T>
+template <int N, int R, class T>
 HP_INLINE void shrink(T type, const AdapterCall& call, const typename T::type* a, const int64_t* tokens, float scale, float* inner,
-                      int64_t stride, Ahead& ahead) {
+                      int64_t stride, Ahead* ahead) {
   using E = typename T::type;
   const int64_t columns = call.matrices.columns;
   const E* x[N];
@@ -89,14 +84,14 @@ HP_INLINE void shrink(T type, const AdapterCall& call, const typename T::type* a
   if constexpr (kDotsPairs<T>) {
     int64_t i = 0;
     for (; i + 2 * kLanes <= columns; i += 2 * kLanes) {
-      if constexpr (brings) ahead.bring(kLines<E, 2 * R>);
+      if (ahead) ahead->bring(kLines<E, 2 * R>);
       multiply(i, [](const E* p) { return load_pairs(p); }, [](vf sum, auto v, auto w) { return dot_bf16(sum, v, w); });
     }
     const int left = static_cast<int>(columns - i);
     if (left) multiply(i, [left](const E* p) { return load_first_pairs(p, left); }, [](vf sum, auto v, auto w) { return dot_bf16(sum, v, w); });
   } else {
     for_vectors(columns, [&](int64_t i, int count) {
-      if constexpr (brings) ahead.bring(kLines<E, R>);
+      if (ahead) ahead->bring(kLines<E, R>);
       multiply(i, [&](const E* p) { return load_some(type, p, count); }, [](vf sum, vf v, vf w) { return fma(v, w, sum); });
     });
   }
@@ -117,13 +112,13 @@ HP_INLINE int64_t place(const AdapterCall& call, int64_t column) {
 
 // y[tokens[t]][column...] += inner[t] . b, for N tokens and V vectors of columns, the last of them with `count` elements; or, of the
 // call's sums, = inner[t] . b.
-template <int N, int V, bool brings, class T>
+template <int N, int V, class T>
 HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b, int64_t rank, const int64_t* tokens,
-                      const float* inner, int64_t stride, int64_t column, int count, Ahead& ahead) {
+                      const float* inner, int64_t stride, int64_t column, int count, Ahead* ahead) {
   using E = typename T::type;
   vf sums[N][V] = {};
   for (int64_t r = 0; r < rank; ++r) {
-    if constexpr (brings) ahead.bring(kLines<E, V>);
+    if (ahead) ahead->bring(kLines<E, V>);
     const E* row = b + r * call.matrices.rows + column;
     vf values[V];
 #pragma GCC unroll 8
@@ -160,21 +155,15 @@ HP_INLINE void expand(T type, const AdapterCall& call, const typename T::type* b
   }
 }
 
-// Calls f(first token, how many as a constant) for all tokens, in the largest blocks.
+// Calls f(first token, how many as a constant, ahead or null) for all tokens, in the largest blocks. The first ones bring what comes after an item,
+// while they bring the matrices themselves.
 template <class F>
-HP_INLINE void for_tokens(int count, F&& f) {
+HP_INLINE void for_tokens(int count, Ahead& ahead, F&& f) {
+  const auto of_first = [&](int t) { return t == 0 ? &ahead : nullptr; };
   int t = 0;
-  if (count >= kTokens) {
-    f(0, Tokens<kTokens, true>{});
-    for (t = kTokens; t + kTokens <= count; t += kTokens) f(t, Tokens<kTokens, false>{});
-    if (t + 2 <= count) f(t, Tokens<2, false>{}), t += 2;
-  } else if (count >= 2) {
-    f(0, Tokens<2, true>{});
-    t = 2;
-  } else if (count == 1) {
-    return f(0, Tokens<1, true>{});
-  }
-  if (t < count) f(t, Tokens<1, false>{});
+  for (; t + kTokens <= count; t += kTokens) f(t, std::integral_constant<int, kTokens>{}, of_first(t));
+  if (t + 2 <= count) f(t, std::integral_constant<int, 2>{}, of_first(t)), t += 2;
+  if (t < count) f(t, std::integral_constant<int, 1>{}, of_first(t));
 }
 
 // As many columns as there are blocks of V vectors from `column` on, which moves.
@@ -182,9 +171,9 @@ template <int V, class T>
 HP_INLINE void expand_blocks(T type, const AdapterCall& call, const typename T::type* up, int64_t rank, const AdapterItem& item,
                              const float* inner, int64_t stride, int64_t& column, int64_t end, Ahead& ahead) {
   for (; column + V * kLanes <= end; column += V * kLanes)
-    for_tokens(item.count, [&](int t, auto n) {
-      constexpr int tokens = decltype(n)::count * V > kTokens * kVectors ? 1 : decltype(n)::count;
-      expand<tokens, V, decltype(n)::brings>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, kLanes, ahead);
+    for_tokens(item.count, ahead, [&](int t, auto n, Ahead* first) {
+      constexpr int tokens = n * V > kTokens * kVectors ? 1 : n;
+      expand<tokens, V>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, kLanes, first);
     });
 }
 
@@ -197,8 +186,8 @@ HP_INLINE void expand_columns(T type, const AdapterCall& call, const typename T:
   expand_blocks<kVectors>(type, call, up, rank, item, inner, stride, column, end, ahead);
   for (; column < end; column += kLanes) {
     const int left = end - column < kLanes ? static_cast<int>(end - column) : kLanes;
-    for_tokens(item.count, [&](int t, auto n) {
-      expand<decltype(n)::count, 1, decltype(n)::brings>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, left, ahead);
+    for_tokens(item.count, ahead, [&](int t, auto n, Ahead* first) {
+      expand<n, 1>(type, call, up, rank, item.tokens + t, inner + t * stride, stride, column, left, first);
     });
   }
 }
@@ -223,22 +212,26 @@ void add_typed(T type, const AdapterCall& call, const AdapterItem& item, const A
     // Few tokens have room for more ranks.
     const int64_t few = item.count <= kTokens / 2 ? rank : 0;
     for (; r + 2 * kRanks <= few; r += 2 * kRanks)
-      for_tokens(item.count, [&](int t, auto n) {
-        constexpr int tokens = decltype(n)::count < kTokens ? decltype(n)::count : 1;
-        shrink<tokens, 2 * kRanks, decltype(n)::brings>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
+      for_tokens(item.count, ahead, [&](int t, auto n, Ahead* first) {
+        constexpr int tokens = n < kTokens ? n : 1;
+        shrink<tokens, 2 * kRanks>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, first);
       });
     for (; r + kRanks <= rank; r += kRanks)
-      for_tokens(item.count, [&](int t, auto n) {
-        shrink<decltype(n)::count, kRanks, decltype(n)::brings>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
+      for_tokens(item.count, ahead, [&](int t, auto n, Ahead* first) {
+        shrink<n, kRanks>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, first);
       });
     for (; r < rank; ++r)
-      for_tokens(item.count, [&](int t, auto n) {
-        shrink<decltype(n)::count, 1, decltype(n)::brings>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, ahead);
+      for_tokens(item.count, ahead, [&](int t, auto n, Ahead* first) {
+        shrink<n, 1>(type, call, a + r * m.columns, item.tokens + t, scale, own + t * stride + r, stride, first);
       });
     const int64_t begin = m.spans[2 * part], end = m.spans[2 * part + 1];
     const int64_t cut = call.gated_pair && begin < half && half < end ? half : end;
-    expand_columns(type, call, up, rank, item, own, stride, begin, cut, ahead);
-    expand_columns(type, call, up, rank, item, own, stride, cut, end, ahead);
+    const int64_t ends[] = {cut, end};
+    int64_t column = begin;
+    for (const int64_t to : ends) {
+      expand_columns(type, call, up, rank, item, own, stride, column, to, ahead);
+      column = to;
+    }
   }
 }
 

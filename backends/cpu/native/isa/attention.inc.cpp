@@ -114,17 +114,29 @@ HP_INLINE Logits logits_of(const AttentionLayer& layer, int head) {
 
 HP_INLINE float exp2_scalar(float x) { return exp2(splat(x))[0]; }
 
+// Calls f with the type of a call's queries and outputs.
+template <class F>
+HP_INLINE void with_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::F32: return f(F32{});
+    case DType::BF16: return f(Bf16{});
+    case DType::F16: return f(F16{});
+  }
+}
+
 // Turns a row's weighted values into its output: divides by the sum, to which a sink adds its own weight without a value, and
 // multiplies by the scale of the values that the cache holds.
-template <class E>
-HP_INLINE void write_output(const AttentionCall& call, int token, int head, const float* values, float maximum, float sum) {
+void write_output(const AttentionCall& call, int token, int head, const float* values, float maximum, float sum) {
   const AttentionLayer& layer = *call.layer;
+  const int n = layer.head_dim;
   if (layer.sinks) sum += exp2_scalar(layer.sinks[head] * kLog2e - maximum);
   const float factor = layer.v_scale / sum;
-  auto* out = static_cast<typename E::type*>(call.out) + token * call.out_stride + static_cast<int64_t>(head) * layer.head_dim;
-  int d = 0;
-  for (; d + kLanes <= layer.head_dim; d += kLanes) store(E{}, out + d, load(values + d) * factor);
-  if (d < layer.head_dim) store_first(E{}, out + d, load(values + d) * factor, layer.head_dim - d);
+  with_type(call.kv->dtype, [&](auto type) {
+    auto* out = static_cast<typename decltype(type)::type*>(call.out) + token * call.out_stride + static_cast<int64_t>(head) * n;
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) store(type, out + d, load(values + d) * factor);
+    if (d < n) store_first(type, out + d, load(values + d) * factor, n - d);
+  });
 }
 
 HP_INLINE float* partial_row(const AttentionCall& call, int partial, int head) {
@@ -164,21 +176,27 @@ struct Dot<Bf16> {
 #endif
 
 // Copies a query row into the form of its dot products, zero-padded to `padded` elements.
-template <class E>
-HP_INLINE void copy_query(const typename E::type* from, int n, int padded, float* to) {
-  int d = 0;
-  for (; d + kLanes <= n; d += kLanes) store(to + d, load(E{}, from + d));
-  if (d < n) {
-    store(to + d, load_first(E{}, from + d, n - d));
-    d += kLanes;
-  }
-  for (; d < padded; ++d) to[d] = 0;
-}
-template <class E>
-HP_INLINE void copy_query(const uint16_t* from, int n, int padded, uint16_t* to) {
-  std::memcpy(to, from, static_cast<size_t>(n) * 2);
+#if defined(HP_SIMD_AVX512BF16)
+void copy_query(const AttentionCall& call, int token, int head, int padded, uint16_t* to) {
+  const int n = call.layer->head_dim;
+  std::memcpy(to, static_cast<const uint16_t*>(call.q) + token * call.q_stride + static_cast<int64_t>(head) * n, static_cast<size_t>(n) * 2);
   std::memset(to + n, 0, static_cast<size_t>(padded - n) * 2);
 }
+#else
+void copy_query(const AttentionCall& call, int token, int head, int padded, float* to) {
+  const int n = call.layer->head_dim;
+  with_type(call.kv->dtype, [&](auto type) {
+    const auto* from = static_cast<const typename decltype(type)::type*>(call.q) + token * call.q_stride + static_cast<int64_t>(head) * n;
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) store(to + d, load(type, from + d));
+    if (d < n) {
+      store(to + d, load_first(type, from + d, n - d));
+      d += kLanes;
+    }
+    for (; d < padded; ++d) to[d] = 0;
+  });
+}
+#endif
 
 // Rows of one head in a tile of E's size: an address for each key, then for each value, and the head's place after it.
 template <class E, class S = E>
@@ -478,7 +496,6 @@ HP_INLINE void tile_rows(const Cache<S>& cache, int begin, int end, const typena
 // The heads of a block lie side by side, so a tile is worked off head after head.
 template <class E, class S, int kHeadDim>
 void decode(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next_portion, void* memory) {
-  using T = typename E::type;
   using Stored = typename S::type;
   using W = Weigh<E>;
   const AttentionPlan::Item& item = *portion.item;
@@ -495,9 +512,8 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
   DecodeScratch<E, S> s;
   DecodeScratch<E, S>::lay_out(s, memory, heads, group, dim);
 
-  const T* q = static_cast<const T*>(call.q) + token * call.q_stride + static_cast<int64_t>(first_head) * dim;
   for (int h = 0; h < heads; ++h) {
-    copy_query<E>(q + static_cast<int64_t>(h) * dim, dim, s.padded_dim, s.q + h * s.padded_dim);
+    copy_query(call, token, first_head + h, s.padded_dim, s.q + h * s.padded_dim);
     s.maximum[h] = kMinusInf;
     store(s.sum + h * kLanes, vf{});
   }
@@ -590,7 +606,7 @@ void decode(const AttentionCall& call, const DecodePortion& portion, const Decod
     float* row = s.values + h * s.padded_dim;
     W::finish(row, dim);
     const float sum = hsum(load(s.sum + h * kLanes));
-    if (item.partial < 0) write_output<E>(call, token, first_head + h, row, s.maximum[h], sum);
+    if (item.partial < 0) write_output(call, token, first_head + h, row, s.maximum[h], sum);
     else write_partial(call, item.partial, first_head + h, row, s.maximum[h], sum);
   }
 }
@@ -608,11 +624,6 @@ void decode_head_dim(const AttentionCall& call, const DecodePortion& portion, co
   decode<E, S, 0>(call, portion, next, memory);
 }
 
-template <class E>
-void decode_format(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* memory) {
-  if (call.kv->format == KvFormat::E4m3) return decode_head_dim<E, E4m3>(call, portion, next, memory);
-  return decode_head_dim<E, E>(call, portion, next, memory);
-}
 
 // How the matrix kernels hold their operands. A depth step is one element of fp32, or a pair of bf16 values: the left operand
 // is a row of steps, the right one a row of columns per step. kRows rows are multiplied at once, kColumns and kStride are what the
@@ -942,7 +953,6 @@ HP_INLINE Cache<E> widened_tile(const Cache<S>& cache, int tile, int first, int 
 
 template <class E, class S>
 void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* memory) {
-  using T = typename E::type;
   using O = typename OperandOf<E>::type;
   const AttentionBatch& batch = *call.batch;
   const AttentionLayer& layer = *call.layer;
@@ -960,9 +970,7 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
   const int q_stride = s.q_stride;
 
   for (int r = 0; r < rows; ++r) {
-    const T* q = static_cast<const T*>(call.q) + (first_token + r / group) * call.q_stride +
-                 static_cast<int64_t>(first_head + r % group) * dim;
-    copy_query<E>(q, dim, q_stride, s.q + static_cast<int64_t>(r) * q_stride);
+    copy_query(call, first_token + r / group, first_head + r % group, q_stride, s.q + static_cast<int64_t>(r) * q_stride);
     s.maximum[r] = kMinusInf;
     store(s.sum + static_cast<int64_t>(r) * kLanes, vf{});
   }
@@ -1060,13 +1068,80 @@ void prefill(const AttentionCall& call, const AttentionPlan::Item& item, int kv_
     const float* values = s.values + static_cast<int64_t>(r) * s.padded_dim;
     const float sum = hsum(load(s.sum + static_cast<int64_t>(r) * kLanes));
     const int token = r / group, head = first_head + r % group;
-    if (item.partial < 0) write_output<E>(call, first_token + token, head, values, s.maximum[r], sum);
+    if (item.partial < 0) write_output(call, first_token + token, head, values, s.maximum[r], sum);
     else write_partial(call, item.partial + token, head, values, s.maximum[r], sum);
   }
 }
 
-template <class E>
-void merge(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* memory) {
+// For keys and values in E's type that are stored as S.
+template <class E, class S>
+HP_INLINE int64_t scratch_bytes_of(int decode_kv_heads, int group, int head_dim) {
+  DecodeScratch<E, S> d;
+  PrefillScratch<E, S> p;
+  const int64_t decode_bytes = DecodeScratch<E, S>::lay_out(d, nullptr, decode_kv_heads * group, group, head_dim);
+  const int64_t prefill_bytes = PrefillScratch<E, S>::lay_out(p, nullptr, group > kTileRows ? group : kTileRows, head_dim);
+  return decode_bytes > prefill_bytes ? decode_bytes : prefill_bytes;
+}
+
+#if defined(HP_SIMD_AVX512BF16)
+// Instructions for bf16 change nothing for the other types, and tile registers nothing but the matrix products: the rest is what the level below
+// has, and is not compiled once more.
+#if defined(__AMX_BF16__)
+HP_INLINE const AttentionKernels& below() { return avx512bf16::attention_kernels(); }
+#else
+HP_INLINE const AttentionKernels& below() { return avx512::attention_kernels(); }
+#endif
+
+int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
+  const int64_t others = below().scratch_bytes(decode_kv_heads, group, head_dim);
+  const int64_t own = scratch_bytes_of<Bf16, E4m3>(decode_kv_heads, group, head_dim);
+  return others > own ? others : own;
+}
+
+void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
+#if !defined(__AMX_BF16__)
+  if (call.kv->dtype == DType::BF16) {
+    if (call.kv->format == KvFormat::E4m3) return decode_head_dim<Bf16, E4m3>(call, portion, next, scratch);
+    return decode_head_dim<Bf16, Bf16>(call, portion, next, scratch);
+  }
+#endif
+  below().decode(call, portion, next, scratch);
+}
+
+void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
+  if (call.kv->dtype == DType::BF16) {
+    if (call.kv->format == KvFormat::E4m3) return prefill<Bf16, E4m3>(call, item, kv_head, scratch);
+    return prefill<Bf16, Bf16>(call, item, kv_head, scratch);
+  }
+  below().prefill(call, item, kv_head, scratch);
+}
+
+void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* scratch) {
+  below().merge(call, item, kv_head, scratch);
+}
+
+void narrow_any(const void* from, DType dtype, float scale, int64_t n, uint8_t* to) { below().narrow(from, dtype, scale, n, to); }
+
+uint64_t read_words(const void* p, int64_t bytes) { return below().read_words(p, bytes); }
+#else
+// Numbers in e4m3 are widened to fp32 whatever the type of queries, since all is summed in it.
+int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
+  const int64_t widened = scratch_bytes_of<F32, E4m3>(decode_kv_heads, group, head_dim);
+  const int64_t halves = scratch_bytes_of<Bf16, Bf16>(decode_kv_heads, group, head_dim);
+  return widened > halves ? widened : halves;
+}
+
+void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
+  if (call.kv->format == KvFormat::E4m3) return decode_head_dim<F32, E4m3>(call, portion, next, scratch);
+  with_type(call.kv->dtype, [&](auto type) { decode_head_dim<decltype(type), decltype(type)>(call, portion, next, scratch); });
+}
+
+void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
+  if (call.kv->format == KvFormat::E4m3) return prefill<F32, E4m3>(call, item, kv_head, scratch);
+  with_type(call.kv->dtype, [&](auto type) { prefill<decltype(type), decltype(type)>(call, item, kv_head, scratch); });
+}
+
+void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* memory) {
   const AttentionLayer& layer = *call.layer;
   const int group = layer.num_heads / layer.num_kv_heads, tokens = item.q_end - item.q_begin;
   float* values = static_cast<float*>(memory);
@@ -1086,102 +1161,17 @@ void merge(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_h
       sum += weight * part[1];
       for (int d = 0; d < layer.head_dim; ++d) values[d] += weight * part[2 + d];
     }
-    write_output<E>(call, call.batch->query_start[item.seq] + item.q_begin + token, head, values, maximum, sum);
+    write_output(call, call.batch->query_start[item.seq] + item.q_begin + token, head, values, maximum, sum);
   }
-}
-
-// With a cache in e4m3, whose numbers need room to be widened.
-template <class E>
-HP_INLINE int64_t scratch_bytes_of(int decode_kv_heads, int group, int head_dim) {
-  DecodeScratch<E, E4m3> d;
-  PrefillScratch<E, E4m3> p;
-  const int64_t decode_bytes = DecodeScratch<E, E4m3>::lay_out(d, nullptr, decode_kv_heads * group, group, head_dim);
-  const int64_t prefill_bytes = PrefillScratch<E, E4m3>::lay_out(p, nullptr, group > kTileRows ? group : kTileRows, head_dim);
-  return decode_bytes > prefill_bytes ? decode_bytes : prefill_bytes;
-}
-
-// Instructions for bf16 change nothing for the other types, and tile registers nothing but the matrix products: the rest is what the level below
-// has, and is not compiled once more.
-#if defined(__AMX_BF16__)
-HP_INLINE const AttentionKernels& below() { return avx512bf16::attention_kernels(); }
-#elif defined(HP_SIMD_AVX512BF16)
-HP_INLINE const AttentionKernels& below() { return avx512::attention_kernels(); }
-#endif
-
-int64_t scratch_bytes(int decode_kv_heads, int group, int head_dim) {
-#if defined(HP_SIMD_AVX512BF16)
-  const int64_t others = below().scratch_bytes(decode_kv_heads, group, head_dim);
-#else
-  const int64_t others = scratch_bytes_of<F32>(decode_kv_heads, group, head_dim);
-#endif
-  const int64_t b = scratch_bytes_of<Bf16>(decode_kv_heads, group, head_dim);
-  return others > b ? others : b;
-}
-
-template <class E>
-void prefill_format(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
-  if (call.kv->format == KvFormat::E4m3) return prefill<E, E4m3>(call, item, kv_head, scratch);
-  return prefill<E, E>(call, item, kv_head, scratch);
-}
-
-#if defined(HP_SIMD_AVX512BF16)
-void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
-#if !defined(__AMX_BF16__)
-  if (call.kv->dtype == DType::BF16) return decode_format<Bf16>(call, portion, next, scratch);
-#endif
-  below().decode(call, portion, next, scratch);
-}
-
-void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
-  if (call.kv->dtype == DType::BF16) return prefill_format<Bf16>(call, item, kv_head, scratch);
-  below().prefill(call, item, kv_head, scratch);
-}
-
-void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* scratch) {
-  below().merge(call, item, kv_head, scratch);
-}
-
-void narrow_any(const void* from, DType dtype, float scale, int64_t n, uint8_t* to) { below().narrow(from, dtype, scale, n, to); }
-
-uint64_t read_words(const void* p, int64_t bytes) { return below().read_words(p, bytes); }
-#else
-void decode_any(const AttentionCall& call, const DecodePortion& portion, const DecodePortion* next, void* scratch) {
-  switch (call.kv->dtype) {
-    case DType::F32: return decode_format<F32>(call, portion, next, scratch);
-    case DType::BF16: return decode_format<Bf16>(call, portion, next, scratch);
-    case DType::F16: return decode_format<F16>(call, portion, next, scratch);
-  }
-}
-
-void prefill_any(const AttentionCall& call, const AttentionPlan::Item& item, int kv_head, void* scratch) {
-  switch (call.kv->dtype) {
-    case DType::F32: return prefill_format<F32>(call, item, kv_head, scratch);
-    case DType::BF16: return prefill_format<Bf16>(call, item, kv_head, scratch);
-    case DType::F16: return prefill_format<F16>(call, item, kv_head, scratch);
-  }
-}
-
-void merge_any(const AttentionCall& call, const AttentionPlan::Merge& item, int kv_head, void* scratch) {
-  switch (call.kv->dtype) {
-    case DType::F32: return merge<F32>(call, item, kv_head, scratch);
-    case DType::BF16: return merge<Bf16>(call, item, kv_head, scratch);
-    case DType::F16: return merge<F16>(call, item, kv_head, scratch);
-  }
-}
-
-template <class E>
-void narrow_as(E, const typename E::type* from, float scale, int64_t n, uint8_t* to) {
-  int64_t d = 0;
-  for (; d + kLanes <= n; d += kLanes) store(E4m3{}, to + d, load(E{}, from + d) / scale);
-  if (d < n) store_first(E4m3{}, to + d, load_first(E{}, from + d, static_cast<int>(n - d)) / scale, static_cast<int>(n - d));
 }
 
 void narrow_any(const void* from, DType dtype, float scale, int64_t n, uint8_t* to) {
-  switch (dtype) {
-    case DType::F32: return narrow_as(F32{}, static_cast<const float*>(from), scale, n, to);
-    case DType::BF16: return narrow_as(Bf16{}, static_cast<const uint16_t*>(from), scale, n, to);
-    case DType::F16: return narrow_as(F16{}, static_cast<const uint16_t*>(from), scale, n, to);
-  }
+  with_type(dtype, [&](auto type) {
+    const auto* numbers = static_cast<const typename decltype(type)::type*>(from);
+    int64_t d = 0;
+    for (; d + kLanes <= n; d += kLanes) store(E4m3{}, to + d, load(type, numbers + d) / scale);
+    if (d < n) store_first(E4m3{}, to + d, load_first(type, numbers + d, static_cast<int>(n - d)) / scale, static_cast<int>(n - d));
+  });
 }
 
 uint64_t read_words(const void* p, int64_t bytes) {

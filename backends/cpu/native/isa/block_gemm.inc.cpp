@@ -49,34 +49,6 @@ HP_INLINE vi multiply_pairs(vs a, vs b) {
 #endif
 }
 
-// acc + the sum of four products: bytes of w, not negative, with those of x, signed, in each lane.
-#if defined(__AVX512VNNI__) && HP_VW == 16
-struct Terms {
-  vi x;
-  HP_INLINE_MEMBER explicit Terms(const int8_t* four) {
-    int32_t word;
-    std::memcpy(&word, four, 4);
-    x = splat_int(word);
-  }
-};
-HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
-  return reinterpret_cast<vi>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc), reinterpret_cast<__m512i>(w), reinterpret_cast<__m512i>(t.x)));
-}
-#else
-// Even and odd bytes as numbers of 16 bits.
-struct Terms {
-  vs even, odd;
-  HP_INLINE_MEMBER explicit Terms(const int8_t* four) {
-    even = reinterpret_cast<vs>(splat_int((four[0] & 0xffff) | four[2] * 65536));
-    odd = reinterpret_cast<vs>(splat_int((four[1] & 0xffff) | four[3] * 65536));
-  }
-};
-HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
-  const vs even = reinterpret_cast<vs>(w & 0x00ff00ff), odd = reinterpret_cast<vs>(reinterpret_cast<vi>(reinterpret_cast<vu>(w) >> 8) & 0x00ff00ff);
-  return acc + multiply_pairs(even, t.even) + multiply_pairs(odd, t.odd);
-}
-#endif
-
 HP_INLINE vf load_halves_as_floats(const char* p) { return load(F16{}, reinterpret_cast<const uint16_t*>(p)); }
 
 HP_INLINE vi load_bytes(const char* p) {
@@ -118,6 +90,12 @@ HP_INLINE vf block_minimum(const char* scales, int64_t b, int v) {
   const vf minimum = load_halves_as_floats(seconds<F>(of_block, v));
   if constexpr (block_layout(F).has_bytes) return -minimum * to_floats(group_bytes<F>(of_block, b, 1, v));
   return minimum;
+}
+
+HP_INLINE int32_t as_integer(const float* p) {
+  int32_t value;
+  std::memcpy(&value, p, 4);
+  return value;
 }
 
 // Vector v of 16 blocks' zero points, their 16 bits without the sign's extension; times a row's sum, negated, of the block, which 16 bits hold.
@@ -162,6 +140,127 @@ HP_INLINE vi numbers_of_term(const char* block, int term, int v) {
   }
 }
 
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+HP_INLINE const LinearKernels& plain_kernels() { return avx512::linear_kernels(); }  // this level has none
+#else
+HP_INLINE const LinearKernels& plain_kernels() { return linear_kernels(); }
+#endif
+
+BlockRows rows_of(const LinearItem& item) { return {const_cast<void*>(item.x), item.call->m, item.call->weight.k}; }
+
+// Vector v of the weights of one term of a tile.
+template <BlockFormat F>
+HP_INLINE vf weights_of_term(const char* tile, int64_t k, int32_t term, int v) {
+  const int32_t b = term / kBlockTerms, in_block = term % kBlockTerms;
+  const char* scales = tile + k / kBlockTerms * tile_number_bytes(F);
+  vi n = numbers_of_term<F>(tile + b * tile_number_bytes(F), in_block, v);
+  n -= block_layout(F).has_zero ? with_sign(zeros<F>(scales_of<F>(scales, b), v)) : splat_int(block_layout(F).zero);
+  if constexpr (block_layout(F).has_halves) n *= group_bytes<F>(scales_of<F>(scales, b), b, in_block / 16, v);
+  return block_scale<F>(scales, b, v) * to_floats(n);
+}
+
+// Adds the products with a row's outliers to c: [kTiles * kTileColumns]. of_term(term)(v) is vector v of the term's weights.
+template <int kTiles, class OfTerm>
+HP_INLINE void add_outliers(const BlockRows& rows, int64_t row, OfTerm of_term, float* c) {
+  const Outlier* one = rows.outliers + row * rows.row_outliers;
+  const Outlier* const end = one + rows.outlier_counts[row];
+  if (one == end) return;
+  vf acc[kTiles * kTileVectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < kTiles * kTileVectors; ++v) acc[v] = load(c + v * kLanes);
+  for (; one != end; ++one) {
+    const auto weights = of_term(one->term);
+    const vf value = splat(one->value);
+#pragma GCC unroll 16
+    for (int v = 0; v < kTiles * kTileVectors; ++v) acc[v] = fma(weights(v), value, acc[v]);
+  }
+#pragma GCC unroll 16
+  for (int v = 0; v < kTiles * kTileVectors; ++v) store(c + v * kLanes, acc[v]);
+}
+
+// Adds the products of an item's tiles with outliers of its rows. The rows have them mostly of the same terms, whose weights are expanded once.
+template <BlockFormat F>
+class OutlierProducts {
+ public:
+  OutlierProducts(const LinearItem& item, const char* tiles)
+      : tiles_(tiles), k_(item.call->weight.k), stride_(block_tile_bytes(F, k_)), count_(item.tile_count),
+        keeps_(item.row_end - item.row_begin >= kFewestRows) {
+    if (!keeps_) return;
+    std::memset(places_, 0, sizeof(places_));
+    terms_[0] = -1;
+  }
+
+  // Of `count` rows from `first` on; c: [count, kGroupColumns].
+  void add(const BlockRows& rows, int64_t first, int count, float* c) {
+    for (int64_t row = first; row < first + count; ++row, c += kGroupColumns) {
+      if (keeps_ && count_ == kGroupTiles) {
+        add_outliers<kGroupTiles>(rows, row, [&](int32_t term) {
+          return [from = weights_of(term)](int v) { return load(from + v * kLanes); };
+        }, c);
+        continue;
+      }
+      for (int t = 0; t < count_; ++t)
+        add_outliers<1>(rows, row, [&](int32_t term) {
+          return [=, tile = tiles_ + t * stride_](int v) { return weights_of_term<F>(tile, k_, term, v); };
+        }, c + t * kTileColumns);
+    }
+  }
+
+ private:
+  static constexpr int kFewestRows = 4, kPlaces = 128, kHashes = 2048;
+
+  HP_INLINE_MEMBER const float* weights_of(int32_t term) {
+    const int place = places_[static_cast<uint32_t>(term) % kHashes];
+    return terms_[place] == term ? weights_[place] : expand(term);
+  }
+
+  __attribute__((noinline)) const float* expand(int32_t term) {
+    const int place = next_++ % kPlaces;
+    places_[static_cast<uint32_t>(term) % kHashes] = static_cast<uint8_t>(place);
+    terms_[place] = term;
+    for (int v = 0; v < kGroupTiles * kTileVectors; ++v)
+      store(weights_[place] + v * kLanes, weights_of_term<F>(tiles_ + v / kTileVectors * stride_, k_, term, v % kTileVectors));
+    return weights_[place];
+  }
+
+  const char* tiles_;
+  int64_t k_, stride_;
+  int count_, next_ = 0;
+  bool keeps_;
+  uint8_t places_[kHashes];  // of the last term with this hash: where its weights are, if terms_ says so
+  int32_t terms_[kPlaces];
+  alignas(64) float weights_[kPlaces][kGroupColumns];
+};
+
+#if !defined(__AMX_INT8__)
+// acc + the sum of four products: bytes of w, not negative, with those of x, signed, in each lane.
+#if defined(__AVX512VNNI__)
+struct Terms {
+  vi x;
+  HP_INLINE_MEMBER explicit Terms(const int8_t* four) {
+    int32_t word;
+    std::memcpy(&word, four, 4);
+    x = splat_int(word);
+  }
+};
+HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
+  return reinterpret_cast<vi>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc), reinterpret_cast<__m512i>(w), reinterpret_cast<__m512i>(t.x)));
+}
+#else
+// Even and odd bytes as numbers of 16 bits.
+struct Terms {
+  vs even, odd;
+  HP_INLINE_MEMBER explicit Terms(const int8_t* four) {
+    even = reinterpret_cast<vs>(splat_int((four[0] & 0xffff) | four[2] * 65536));
+    odd = reinterpret_cast<vs>(splat_int((four[1] & 0xffff) | four[3] * 65536));
+  }
+};
+HP_INLINE vi dot(vi acc, vi w, const Terms& t) {
+  const vs even = reinterpret_cast<vs>(w & 0x00ff00ff), odd = reinterpret_cast<vs>(reinterpret_cast<vi>(reinterpret_cast<vu>(w) >> 8) & 0x00ff00ff);
+  return acc + multiply_pairs(even, t.even) + multiply_pairs(odd, t.odd);
+}
+#endif
+
 HP_INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 HP_INLINE int32_t largest(vi x) {
 #if defined(HP_SIMD_AVX512)
@@ -180,12 +279,6 @@ HP_INLINE int32_t sum_of(vi x) {
   for (int i = 0; i < kLanes; ++i) sum += x[i];
   return sum;
 #endif
-}
-
-HP_INLINE int32_t as_integer(const float* p) {
-  int32_t value;
-  std::memcpy(&value, p, 4);
-  return value;
 }
 
 // The bits of the magnitude above which numbers of a row are outliers; where there are none, what is above those of every number.
@@ -327,8 +420,6 @@ void quantise(const void* x, DType dtype, int64_t k, BlockFormat format, const B
   }
 }
 
-BlockRows rows_of(const LinearItem& item) { return {const_cast<void*>(item.x), item.call->m, item.call->weight.k}; }
-
 // c: [MR, kGroupColumns], of NT tiles, `stride` bytes apart, but for outliers; from row `first` on. The memory of the tiles from `next` on
 // is asked for meanwhile.
 template <BlockFormat F, int MR, int NT>
@@ -424,90 +515,6 @@ void dot_kernel(const BlockRows& rows, int64_t first, const char* tile, int64_t 
     for (int v = 0; v < kVectors; ++v) store(c + r * kGroupColumns + v * kLanes, acc[r][v]);
 }
 
-// Vector v of the weights of one term of a tile.
-template <BlockFormat F>
-HP_INLINE vf weights_of_term(const char* tile, int64_t k, int32_t term, int v) {
-  const int32_t b = term / kBlockTerms, in_block = term % kBlockTerms;
-  const char* scales = tile + k / kBlockTerms * tile_number_bytes(F);
-  vi n = numbers_of_term<F>(tile + b * tile_number_bytes(F), in_block, v);
-  n -= block_layout(F).has_zero ? with_sign(zeros<F>(scales_of<F>(scales, b), v)) : splat_int(block_layout(F).zero);
-  if constexpr (block_layout(F).has_halves) n *= group_bytes<F>(scales_of<F>(scales, b), b, in_block / 16, v);
-  return block_scale<F>(scales, b, v) * to_floats(n);
-}
-
-// Adds the products with a row's outliers to c: [kTiles * kTileColumns]. of_term(term)(v) is vector v of the term's weights.
-template <int kTiles, class OfTerm>
-HP_INLINE void add_outliers(const BlockRows& rows, int64_t row, OfTerm of_term, float* c) {
-  const Outlier* one = rows.outliers + row * rows.row_outliers;
-  const Outlier* const end = one + rows.outlier_counts[row];
-  if (one == end) return;
-  vf acc[kTiles * kTileVectors];
-#pragma GCC unroll 16
-  for (int v = 0; v < kTiles * kTileVectors; ++v) acc[v] = load(c + v * kLanes);
-  for (; one != end; ++one) {
-    const auto weights = of_term(one->term);
-    const vf value = splat(one->value);
-#pragma GCC unroll 16
-    for (int v = 0; v < kTiles * kTileVectors; ++v) acc[v] = fma(weights(v), value, acc[v]);
-  }
-#pragma GCC unroll 16
-  for (int v = 0; v < kTiles * kTileVectors; ++v) store(c + v * kLanes, acc[v]);
-}
-
-// Adds the products of an item's tiles with outliers of its rows. The rows have them mostly of the same terms, whose weights are expanded once.
-template <BlockFormat F>
-class OutlierProducts {
- public:
-  OutlierProducts(const LinearItem& item, const char* tiles)
-      : tiles_(tiles), k_(item.call->weight.k), stride_(block_tile_bytes(F, k_)), count_(item.tile_count),
-        keeps_(item.row_end - item.row_begin >= kFewestRows) {
-    if (!keeps_) return;
-    std::memset(places_, 0, sizeof(places_));
-    terms_[0] = -1;
-  }
-
-  // Of `count` rows from `first` on; c: [count, kGroupColumns].
-  void add(const BlockRows& rows, int64_t first, int count, float* c) {
-    for (int64_t row = first; row < first + count; ++row, c += kGroupColumns) {
-      if (keeps_ && count_ == kGroupTiles) {
-        add_outliers<kGroupTiles>(rows, row, [&](int32_t term) {
-          return [from = weights_of(term)](int v) { return load(from + v * kLanes); };
-        }, c);
-        continue;
-      }
-      for (int t = 0; t < count_; ++t)
-        add_outliers<1>(rows, row, [&](int32_t term) {
-          return [=, tile = tiles_ + t * stride_](int v) { return weights_of_term<F>(tile, k_, term, v); };
-        }, c + t * kTileColumns);
-    }
-  }
-
- private:
-  static constexpr int kFewestRows = 4, kPlaces = 128, kHashes = 2048;
-
-  HP_INLINE_MEMBER const float* weights_of(int32_t term) {
-    const int place = places_[static_cast<uint32_t>(term) % kHashes];
-    return terms_[place] == term ? weights_[place] : expand(term);
-  }
-
-  __attribute__((noinline)) const float* expand(int32_t term) {
-    const int place = next_++ % kPlaces;
-    places_[static_cast<uint32_t>(term) % kHashes] = static_cast<uint8_t>(place);
-    terms_[place] = term;
-    for (int v = 0; v < kGroupTiles * kTileVectors; ++v)
-      store(weights_[place] + v * kLanes, weights_of_term<F>(tiles_ + v / kTileVectors * stride_, k_, term, v % kTileVectors));
-    return weights_[place];
-  }
-
-  const char* tiles_;
-  int64_t k_, stride_;
-  int count_, next_ = 0;
-  bool keeps_;
-  uint8_t places_[kHashes];  // of the last term with this hash: where its weights are, if terms_ says so
-  int32_t terms_[kPlaces];
-  alignas(64) float weights_[kPlaces][kGroupColumns];
-};
-
 using DotKernel = void (*)(const BlockRows&, int64_t, const char*, int64_t, const char*, int64_t, float*);
 
 template <BlockFormat F, int NT, int Fewest, int... R>
@@ -518,14 +525,14 @@ DotKernel dot_kernel_for(int rows, std::integer_sequence<int, R...>) {
 
 // Rows in parts as equal as possible; tiles one after the other, or, where registers hold the sums of a part of many rows, two at a time.
 template <BlockFormat F>
-void run_rows(const LinearItem& item) {
+void run_format(const LinearItem& item) {
   const PackedWeight& weight = item.call->weight;
   const int64_t stride = block_tile_bytes(F, weight.k);
   const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
   const BlockRows x = rows_of(item);
   const int64_t rows = item.row_end - item.row_begin;
   // Pairs of tiles take registers that a sum for each half of a block needs.
-#if HP_VW == 16 && defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+#if defined(__AVX512VNNI__)
   // 9 rows are 4 and 5, and no more than 8 are so many parts that one is smaller.
   constexpr int kFewestOfPair = 4, kSizesOfPair = kRowsOfPair - kFewestOfPair + 1;
   const bool pairs = !block_layout(F).has_halves && rows > kRows && item.tile_count > 1;
@@ -545,7 +552,7 @@ void run_rows(const LinearItem& item) {
       kernel(x, begin, tile, stride, p == 0 && next != nullptr ? next : tile, weight.k, c + t * kTileColumns);
     };
     int t = 0;
-#if HP_VW == 16 && defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+#if defined(__AVX512VNNI__)
     if constexpr (!block_layout(F).has_halves) {
       for (; pairs && t + 1 < item.tile_count; t += 2)
         run(dot_kernel_for<F, 2, kFewestOfPair>(count, std::make_integer_sequence<int, kSizesOfPair>()), t, 2);
@@ -553,11 +560,17 @@ void run_rows(const LinearItem& item) {
 #endif
     for (; t < item.tile_count; ++t) run(dot_kernel_for<F, 1, 1>(count, std::make_integer_sequence<int, kRows>()), t, 1);
     outliers.add(x, begin, count, c);
-    linear_kernels().finish(item, begin, count, c);
+    plain_kernels().finish(item, begin, count, c);
   }
 }
+#else
+// Tile registers change nothing but products of many rows: the rest is what the level below has, and is not compiled once more.
+HP_INLINE const BlockKernels& below() { return avx512vnni::block_kernels(); }
 
-#if defined(__AMX_INT8__)
+void quantise(const void* x, DType dtype, int64_t k, BlockFormat format, const BlockRows& rows, int64_t i) {
+  below().quantise(x, dtype, k, format, rows, i);
+}
+
 constexpr int kFewestTileRows = 12;   // below, dot products are faster
 constexpr int kPanelRows = 128;       // whose sums are under way at a time
 constexpr int64_t kPanelBlocks = 64;  // of a tile, expanded to bytes at a time
@@ -652,14 +665,11 @@ void tile_rows(const BlockRows& rows, int64_t row, int64_t first, int64_t count,
 #pragma GCC unroll 16
   for (int r = 0; r < 16; ++r) store(c + r * kGroupColumns, acc[r]);
 }
-#endif
-
 template <BlockFormat F>
 void run_format(const LinearItem& item) {
-#if defined(__AMX_INT8__)
   const int64_t all = item.row_end - item.row_begin;
   // A product of tiles has one sum for a block, not one for each half.
-  if (block_layout(F).has_halves || all < kFewestTileRows) return run_rows<F>(item);
+  if (block_layout(F).has_halves || all < kFewestTileRows) return below().run_item(item);
   const PackedWeight& weight = item.call->weight;
   const int64_t stride = block_tile_bytes(F, weight.k), blocks = weight.k / kBlockTerms;
   const char* tiles = static_cast<const char*>(weight.tiles) + item.tile * stride;
@@ -691,12 +701,10 @@ void run_format(const LinearItem& item) {
       }
     }
     outliers.add(x, begin, rows, c);
-    linear_kernels().finish(item, begin, rows, c);
+    plain_kernels().finish(item, begin, rows, c);
   }
-#else
-  run_rows<F>(item);
-#endif
 }
+#endif
 
 void run_item(const LinearItem& item) {
   switch (item.call->weight.blocks) {
