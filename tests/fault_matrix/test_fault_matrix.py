@@ -19,8 +19,12 @@ def check(rows: Iterable[Row], *, undone: int) -> None:
     assert sum(row.undone for row in rows) > undone
 
 
+# The CPU's driver: the suite's alloc.fault.any-call@1.
+VENDORS = [target for target in all_targets() if not isinstance(target, CpuTarget)]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", all_targets(), ids=lambda target: target.name)
+@pytest.mark.parametrize("target", VENDORS, ids=lambda target: target.name)
 def test_any_failing_call_leaves_the_state_before_and_a_retry_works(target: FaultTarget) -> None:
     check(run_target(target), undone=150)
 
