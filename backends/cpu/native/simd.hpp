@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>  // alone: the whole takes the compiler half a second
 #endif
 
 #if !defined(HP_ISA) || !defined(HP_VW)

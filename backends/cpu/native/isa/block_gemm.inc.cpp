@@ -16,11 +16,11 @@ constexpr int kGroupColumns = kGroupTiles * kTileColumns;
 constexpr int kVectorBytes = kLanes * 4;
 constexpr int kSteps = kBlockTerms / 4;  // dot products of four terms in a block
 
-#if HP_VW == 16
+#if defined(__AVX512VNNI__)
 constexpr int kRows = 8;
 constexpr int kRowsOfPair = 6;  // with two tiles: more products are under way than one takes cycles, and a load of activations serves two
-#elif HP_VW == 8
-constexpr int kRows = 4;
+#elif HP_VW >= 8
+constexpr int kRows = 4;  // a dot product is several instructions: more rows have no fewer for each
 #else
 constexpr int kRows = 2;
 #endif
