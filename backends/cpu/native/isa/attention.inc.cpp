@@ -114,7 +114,7 @@ HP_INLINE Logits logits_of(const AttentionLayer& layer, int head) {
 
 HP_INLINE float exp2_scalar(float x) { return exp2(splat(x))[0]; }
 
-// Calls f with the type of a call's queries and outputs.
+// Calls f with the element type of a dtype.
 template <class F>
 HP_INLINE void with_type(DType dtype, F&& f) {
   switch (dtype) {
