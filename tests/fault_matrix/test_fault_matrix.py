@@ -19,7 +19,7 @@ def check(rows: Iterable[Row], *, undone: int) -> None:
     assert sum(row.undone for row in rows) > undone
 
 
-# The CPU's driver: the suite's alloc.fault.any-call@1.
+# The CPU's driver has the same cases in the conformance suite: alloc.fault.any-call@1.
 VENDORS = [target for target in all_targets() if not isinstance(target, CpuTarget)]
 
 
