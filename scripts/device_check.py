@@ -203,7 +203,7 @@ def main() -> int:
         "--quick", action="store_true", help="benchmarks run little, and decide no bar but that of equal tokens"
     )
     parser.add_argument(
-        "--gib", type=float, help="of weights in the benchmark; default 8, and 0.25 when simulated or quick"
+        "--gib", type=float, help="of weights in the benchmark; default 8, 0.25 when quick, and 0.0625 when simulated"
     )
     parser.add_argument("--python", default=sys.executable, help="interpreter for the checks")
     options = parser.parse_args()
@@ -233,7 +233,7 @@ def main() -> int:
         if options.simulated:
             simulate(run)
             findings = [look_for("cuda", run.environment)]
-        gib = options.gib or (0.25 if options.simulated or options.quick else 8.0)
+        gib = options.gib or (0.0625 if options.simulated else 0.25 if options.quick else 8.0)
         for finding in findings:
             if finding.devices:
                 say(f"{finding.backend} device 0: {finding.devices[0]}{' (simulated)' if finding.simulated else ''}")
