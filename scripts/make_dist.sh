@@ -11,15 +11,20 @@ PATH="$(dirname "$python"):$PATH"
 export SKBUILD_CMAKE_DEFINE=HARDPOINT_NATIVE=OFF
 mkdir -p build
 rm -rf dist build/dist
+
+# Run a command, whose output is shown if it fails.
+quietly() { "$@" > build/dist.log 2>&1 || { cat build/dist.log >&2; exit 1; }; }
+
+projects=()
 for project in {core,backends/*,conformance_tests,simulators}/pyproject.toml; do
-  folder=$(dirname "$project")
-  "$python" -m build --sdist --no-isolation --outdir dist "$folder" > build/dist.log 2>&1 || { cat build/dist.log >&2; exit 1; }
-  flock build/development.lock "$python" -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w build/dist "./$folder"
+  projects+=("./$(dirname "$project")")
 done
+for project in "${projects[@]}"; do
+  quietly "$python" -m build --sdist --no-isolation --skip-dependency-check --outdir dist "$project"
+done
+quietly flock build/development.lock "$python" -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation -w build/dist "${projects[@]}"
 mv build/dist/*-any.whl dist
 # The simulators' libraries stand in for vendors' and link one another by their names; they are for tests, on the machine that built them.
 mv build/dist/hardpoint_simulators-*.whl dist
-for wheel in build/dist/*.whl; do
-  auditwheel repair --wheel-dir dist "$wheel" > build/dist.log 2>&1 || { cat build/dist.log >&2; exit 1; }
-done
+quietly auditwheel repair --wheel-dir dist build/dist/*.whl
 twine check --strict dist/*
