@@ -138,7 +138,7 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     queries, heads, dim = q.shape
     context, kv_heads, _ = k.shape
     rows = q.transpose(0, 1).reshape(kv_heads, heads // kv_heads * queries, dim)
-    return (rows @ k.permute(1, 2, 0)).view(heads, queries, context)
+    return torch.bmm(rows, k.permute(1, 2, 0)).view(heads, queries, context)
 
 
 def _mixed(weights: Tensor, v: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _mixed(weights: Tensor, v: Tensor) -> Tensor:
     heads, queries, context = weights.shape
     _, kv_heads, dim = v.shape
     rows = weights.reshape(kv_heads, heads // kv_heads * queries, context)
-    return (rows @ v.transpose(0, 1)).view(heads, queries, dim).transpose(0, 1)
+    return torch.bmm(rows, v.transpose(0, 1)).view(heads, queries, dim).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _expected(numbers: Numbers, dtype: torch.dtype) -> Expected:
     exact = attend(numbers, torch.float64)
     plain = attend(numbers, torch.float32, dtype).out.double()
     # Where the plain implementation overflows it says nothing about the error.
-    plain_error = (plain - exact.out).abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)
+    plain_error = plain.sub_(exact.out).abs_().nan_to_num_(nan=0.0, posinf=0.0).amax(-1)
     factor = FACTOR if numbers.layer.soft_cap is None else FACTOR_SOFT_CAP
     return Expected(exact.out, factor * torch.maximum(plain_error, _floor(numbers, exact, dtype)))
 
