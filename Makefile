@@ -193,7 +193,7 @@ sanitize: sanitize-addresses sanitize-threads  ## The native tests under Address
 sanitize-addresses: dist/.built $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh sanitize
 
-sanitize-threads: $(STAMP)
+sanitize-threads: dist/.built $(STAMP)
 	PYTHON=$(BIN)/python scripts/test_variant.sh tsan
 
 # New reports go to build/conformance; those that are committed (docs/reports) are checked for being whole and of this suite.

@@ -22,7 +22,7 @@ done
 for project in "${projects[@]}"; do
   quietly "$python" -m build --sdist --no-isolation --skip-dependency-check --outdir dist "$project"
 done
-quietly flock build/development.lock "$python" -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation -w build/dist "${projects[@]}"
+quietly "$python" -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation -w build/dist "${projects[@]}"
 mv build/dist/*-any.whl dist
 # The simulators' libraries stand in for vendors' and link one another by their names; they are for tests, on the machine that built them.
 mv build/dist/hardpoint_simulators-*.whl dist

@@ -5,8 +5,8 @@
 #   scripts/test_variant.sh sanitize-all  the same with every instruction set: minutes more to build
 #   scripts/test_variant.sh tsan          ThreadSanitizer: the memory engine and its driver for the CPU, in tests with threads
 #
-# PYTHON names the interpreter of the development environment, whose third-party packages are used (not its editable installs). The sanitize
-# variants need what `make dist` builds.
+# PYTHON names the interpreter of the development environment, whose third-party packages are used (not its editable installs). What a variant does
+# not change is installed as `make dist` built it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 variant=$1
@@ -19,24 +19,18 @@ test -x "$environment/bin/python" || "$python" -m venv --without-pip "$environme
 own=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$site_packages" > "$own/development.pth"
 
-# For errors' traces nothing is stripped of the names of its functions.
-install() {
-  PATH="$tools:$PATH" "$python" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps --no-build-isolation --force-reinstall \
-    -C "build-dir=$PWD/$environment/{name}" -C install.strip=false "$@"
+pip_install() {
+  PATH="$tools:$PATH" "$python" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps --no-build-isolation --force-reinstall "$@"
 }
 
-# What the variant does not change is compiled where the development install was, so that it is not compiled again; one at a time.
-install_as_developed() {
-  mkdir -p build
-  PATH="$tools:$PATH" flock build/development.lock "$python" -m pip --python "$environment/bin/python" --disable-pip-version-check install -q --no-deps \
-    --no-build-isolation --force-reinstall "$@"
-}
+# For errors' traces nothing is stripped of the names of its functions.
+install() { pip_install -C "build-dir=$PWD/$environment/{name}" -C install.strip=false "$@"; }
 
 case $variant in
   sanitize | sanitize-all)
     portable=$([ "$variant" = sanitize ] && echo ON || echo OFF)
     # Tests of memory share their models and interposed drivers with the conformance suite.
-    install_as_developed ./conformance_tests ./simulators ./core
+    pip_install dist/hardpoint{,_conformance,_simulators}-*.whl
     # From the sdist, which is shown by this to build where the core is installed: the plain one, since it is imported for its headers.
     install dist/hardpoint_cpu-*.tar.gz -C cmake.define.HARDPOINT_SANITIZE=address,undefined -C cmake.define.HARDPOINT_PORTABLE="$portable"
     install ./core ./backends/{cuda,rocm,ascend} -C cmake.define.HARDPOINT_SANITIZE=address,undefined
@@ -64,7 +58,7 @@ case $variant in
       -k "(processes_own_memory or grow_nothing or there_for_another_process or crashes_is_broken or forked_child or waits_at_a_pool) and not hold_until and not child_is_refused"
     ;;
   tsan)
-    install_as_developed ./conformance_tests ./simulators
+    pip_install dist/hardpoint_{conformance,simulators}-*.whl
     install ./core -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_MEMORY_ONLY=ON
     install ./backends/cpu -C cmake.define.HARDPOINT_SANITIZE=thread -C cmake.define.HARDPOINT_PORTABLE=ON -C build.targets=_driver -C install.components=driver
     # Interpreter and torch are not instrumented: what matters are the threads of the engine itself, in tests that import no torch. The runtime

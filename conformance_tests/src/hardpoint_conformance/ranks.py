@@ -27,14 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 WORLD = 2
-_PRELOADED = (
-    "torch",
-    "transformers.models.auto.configuration_auto",
-    "transformers.models.llama.configuration_llama",
-    "hardpoint.worker",
-    "hardpoint_conformance.worker_ranks",
-)
-"""With the configuration of the models that ranks run: it imports parts of torch, and each rank would for itself."""
+_PRELOADED = ("torch", "hardpoint.worker", "hardpoint_conformance.worker_ranks")
 _LARGE = 100_003
 _TURNS, _PRIME = 50, 97
 
