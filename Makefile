@@ -112,7 +112,7 @@ fault-matrix: $(STAMP)  ## Print the fault-injection matrix: driver x operation 
 
 dist: dist/.built  ## Build sdists and wheels of all distributions
 
-dist/.built: $(VENV)/.packages LICENSE scripts/make_dist.sh $(shell find core/src backends/*/src conformance_tests/src simulators/src -name '*.py') \
+dist/.built: $(VENV)/.packages LICENSE scripts/make_dist.sh $(shell find core/src backends/*/src conformance_tests/src simulators/src -type f ! -name '*.pyc') \
 		$(wildcard core/README.md backends/*/README.md conformance_tests/README.md simulators/README.md)
 	PYTHON=$(BIN)/python scripts/make_dist.sh
 	touch $@
