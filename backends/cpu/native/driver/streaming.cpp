@@ -45,6 +45,9 @@ void fill_streaming(unsigned char* to, uint8_t value, size_t size, FillLines fil
   _mm_sfence();
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+__attribute__((optimize("O1")))  // the rest of such a build is not optimised, and its tests copy much
+#endif
 void copy_lines_sse2(unsigned char* to, const unsigned char* from, size_t lines) {
   for (; lines > 0; --lines, to += kLine, from += kLine)
     for (size_t i = 0; i < kLine; i += 16)

@@ -693,7 +693,7 @@ HP_INLINE void multiply_block(const typename O::Left* a, int a_stride, const typ
 }
 
 template <class O, int R>
-void multiply_rows(const typename O::Left* a, int a_stride, const typename O::Right* b, int b_stride, int depth, float* c,
+HP_HOT void multiply_rows(const typename O::Left* a, int a_stride, const typename O::Right* b, int b_stride, int depth, float* c,
                    int c_stride, int vectors, bool accumulate) {
   int j = 0;
   for (; j + kMicroVectors <= vectors; j += kMicroVectors)

@@ -68,7 +68,7 @@ struct F32Format {
   using Numbers = AllNumbers;
   static constexpr int kStep = 1, kStepBytes = 64;
   template <int MR, int NT>
-  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  HP_HOT static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     vf b[NT][kTileVectors];
 #pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
@@ -90,7 +90,7 @@ struct F16Format {
   using Numbers = AllNumbers;
   static constexpr int kStep = 1, kStepBytes = 32;
   template <int MR, int NT>
-  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  HP_HOT static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     vf b[NT][kTileVectors];
 #pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
@@ -113,7 +113,7 @@ struct Bf16Format {
   using Numbers = AllNumbers;
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
-  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  HP_HOT static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     vu b[NT];
 #pragma GCC unroll 16
     for (int t = 0; t < NT; ++t) b[t] = load_pairs(reinterpret_cast<const uint16_t*>(w[t] + i * kStepBytes));
@@ -138,7 +138,7 @@ struct Bf16Format {
 #endif
   static constexpr int kStep = 2, kStepBytes = 64;
   template <int MR, int NT>
-  static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
+  HP_HOT static inline void step(const Rows<X, MR>& x, int64_t i, const char* const* w, vf (&acc)[MR][NT][kTileVectors]) {
     vu pairs[NT][kTileVectors];
 #pragma GCC unroll 16
     for (int t = 0; t < NT; ++t)
