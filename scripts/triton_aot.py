@@ -316,14 +316,14 @@ def block_operators() -> Iterator[tuple[dict[str, str], str, str, dict[str, int]
 
 
 def spilling_jobs() -> list[Job]:
-    """Return jobs whose tiles cannot fit into a program's registers."""
+    """Return jobs whose tiles cannot fit into a program's registers: one warp, each lane of which sums a row of 256 numbers."""
     from hardpoint.triton import kernels
 
     what, request = next((w, r) for w, r in requests() if r.layers[0].head_dim == 256)
     found = []
     for name in ("sm_90", "gfx942"):
         constants = KernelConstants.of(request, request.layers[0], BLOCK_SIZE, MACHINES[name].facts).prefill
-        constants = constants | {"num_warps": 1, "num_stages": 1}
+        constants = constants | {"BLOCK_M": MACHINES[name].facts.lanes, "num_warps": 1, "num_stages": 1}
         types = {"q": "bf16", "kv": "bf16"}
         found.append(_job(name, "prefill", f"{what}, one warp", kernels.prefill, constants, types))
     return found
