@@ -141,7 +141,8 @@ void unpack_weight(const void* tiles, int64_t rows, int64_t k, DType dtype, cons
 }
 
 int64_t linear_workspace_bytes(int64_t m, int64_t k, DType dtype, bool in_blocks) {
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  // Asked once: it is read from a file, which takes as long as a small product.
+  static const int cores = static_cast<int>(std::thread::hardware_concurrency());
   return workspace_bytes(m, k, dtype, in_blocks, std::max(ThreadPool::global().num_threads(), cores));
 }
 

@@ -62,11 +62,16 @@ struct ControlGroup {
   const char *usage;
   const char *reclaimable;  // key in memory.stat of page cache that goes when memory is short: what was read from a checkpoint, say
 
-  uint64_t limit_bytes() const { return number_in(folder + limit).value_or(kUnlimited); }
+  // Version 1 says no limit by a number, too: the whole pages below 2^63.
+  uint64_t limit_bytes() const {
+    const uint64_t most = number_in(folder + limit).value_or(kUnlimited);
+    return most < kUnlimited / 4 ? most : kUnlimited;
+  }
   uint64_t free_bytes() const {
     const uint64_t most = limit_bytes();
+    if (most == kUnlimited) return kUnlimited;
     const auto used = number_in(folder + usage);
-    if (most == kUnlimited || !used) return kUnlimited;
+    if (!used) return kUnlimited;
     const uint64_t cache = number_after(folder + "memory.stat", reclaimable).value_or(0);
     const uint64_t taken = *used - std::min(*used, cache);
     return most - std::min(most, taken);
