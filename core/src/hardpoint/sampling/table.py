@@ -131,18 +131,26 @@ class SamplingTable:
         self, row: int, sampling: SequenceSampling, masks: _Uploads, biases: _Uploads, histories: _Uploads
     ) -> None:
         vocab_size = self._vocab_size
-        record, greedy = self._records[row], sampling.temperature < GREEDY_BELOW
+        greedy = sampling.temperature < GREEDY_BELOW
         penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        record["inverse_temperature"] = 0.0 if greedy else 1 / min(sampling.temperature, MAX_TEMPERATURE)
-        record["top_p"] = int(sampling.top_p * 2**TOP_P_BITS)
-        record["log_min_p"] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
-        record["top_k"] = min(sampling.top_k or vocab_size, vocab_size)
-        record["repetition"], record["frequency"], record["presence"] = penalties
+        top_p = int(sampling.top_p * 2**TOP_P_BITS)
+        top_k = min(sampling.top_k or vocab_size, vocab_size)
         guided = sampling.grammar is not None
+        masked = guided or sampling.allowed_token_ids is not None
         # The masks of a grammar say themselves when the text may end.
         min_tokens = min(sampling.min_tokens, 2**31 - 1) if sampling.stop_token_ids and not guided else 0
-        record["min_tokens"] = min_tokens
-        if guided or sampling.allowed_token_ids is not None:
+        # At once, in the order of `Column`: by its names each number takes as long as all of them.
+        self._records[row] = (
+            0.0 if greedy else 1 / min(sampling.temperature, MAX_TEMPERATURE),
+            top_p,
+            math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
+            top_k,
+            *penalties,
+            min_tokens,
+            *(-1, -1, -1, -1),
+        )
+        record = self._records[row]
+        if masked:
             record["allowed_mask"] = slot = self._masks.take()
             masks.add(slot, token_mask(vocab_size, sampling.allowed_token_ids or ()))
         if min_tokens:
@@ -162,8 +170,8 @@ class SamplingTable:
             stream_key(sampling.seed),
             -1 if sampling.logprobs is None else min(sampling.logprobs, vocab_size),
             greedy,
-            record["top_k"] < vocab_size or record["top_p"] < 1 << TOP_P_BITS,
-            penalised or record["allowed_mask"] >= 0 or bool(sampling.logit_bias),
+            top_k < vocab_size or top_p < 1 << TOP_P_BITS,
+            penalised or masked or bool(sampling.logit_bias),
             penalised,
             min_tokens,
             sampling.logprobs_mode in (LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS),
