@@ -474,8 +474,10 @@ class AttentionBench:
         return step
 
     def _rows(self, parts: list[Tensor], heads: int, case: Case, layout: Layout) -> Tensor:
-        padding = torch.full((layout.padding_tokens, heads, case.layer.head_dim), layout.padding)
-        return torch.cat([*parts, padding.to(case.dtype.to_torch())])
+        if layout.padding_tokens or not parts:
+            shape = (layout.padding_tokens, heads, case.layer.head_dim)
+            parts = [*parts, torch.full(shape, layout.padding, dtype=case.dtype.to_torch())]
+        return torch.cat(parts)
 
     def _out(self, step: Step, tokens: int, case: Case, layout: Layout) -> Tensor:
         heads, dim = case.layer.num_heads, case.layer.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from hardpoint.interfaces import (
@@ -147,6 +148,7 @@ def _to_set(data: Mapping[str, Any]) -> IntSet:
     return IntSet(frozenset(data["values"]), data["minimum"], data["maximum"], data["multiple_of"])
 
 
+@cache
 def members(numbers: IntSet, limit: int) -> tuple[int, ...]:
     """Return the members of a set up to `limit`, in order."""
     return tuple(number for number in range(limit + 1) if number in numbers)

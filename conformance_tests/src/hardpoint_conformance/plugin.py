@@ -260,13 +260,13 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> Target:
     """The backend under test."""
     return target_of(request.config)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def claims(request: pytest.FixtureRequest) -> Capabilities:
     """What the backend under test claims."""
     return claims_of(request.config)

@@ -249,10 +249,13 @@ def select(tests: Iterable[Mapping[str, Any]], levels: Iterable[int], clauses: I
 # Verification
 
 
-def verify(report: Mapping[str, Any]) -> list[str]:
+def verify(report: Mapping[str, Any], start: Start = start) -> list[str]:
     """Return what is wrong with a report, one sentence each; [] when it is whole, and its verdict follows from its results.
 
     Needs no hardware and no backend. A digest shows damage and careless edits; it is no signature.
+
+    Args:
+        start: the process that lists the suite's tests.
     """
     problems = []
     if digest_of(report) != report["digest"]:
@@ -267,7 +270,7 @@ def verify(report: Mapping[str, Any]) -> list[str]:
     if list_sha256(report["results"], report["claims"]) != suite["list_sha256"]:
         problems.append("the list of tests or the claims are not those of the run: their hash differs")
     problems += _selection_problems(selection)
-    problems += _list_problems(report)
+    problems += _list_problems(report, start)
     for result in report["results"]:
         problems += _result_problems(result, report)
     device = report["device"]
@@ -295,7 +298,7 @@ def _selection_problems(selection: Mapping[str, Any]) -> Iterator[str]:
         yield f"the levels {levels} are not those of the profile '{profile}'"
 
 
-def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
+def _list_problems(report: Mapping[str, Any], start: Start) -> Iterator[str]:
     results, selection = report["results"], report["selection"]
     if report["claims"] is None:
         if len(results) != 1 or results[0]["id"] != FOUND or not Outcome(results[0]["outcome"]).is_failure:
@@ -304,7 +307,7 @@ def _list_problems(report: Mapping[str, Any]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="hardpoint-") as scratch:
         try:
             modules = modules_for(selection["levels"], selection["clauses"])
-            everything = collect(report["claims"], Path(scratch), modules, explore=selection["explore"])
+            everything = collect(report["claims"], Path(scratch), modules, explore=selection["explore"], start=start)
         except CollectionFailed as error:
             yield f"the list of tests cannot be made for these claims: {error}"
             return

@@ -30,7 +30,11 @@ def sample_row(logits: FloatArray, sampling: SequenceSampling, output: Sequence[
         return SampleFailure.NO_TOKEN
     if sampling.temperature < GREEDY_BELOW:
         return int(canonical_order(processed)[0])
-    weights = kept_weights(processed, sampling)
+    return drawn_token(kept_weights(processed, sampling), sampling, output)
+
+
+def drawn_token(weights: Sequence[int], sampling: SequenceSampling, output: Sequence[int]) -> int:
+    """Return the token that is drawn by weights, one for each token of the vocabulary; for `output` see `sample_row`."""
     key = np.array([stream_key(sampling.seed)], np.uint64)
     draw = int(draws(key, np.array([len(output)]))[0])
     target = sum(weights) * draw >> DRAW_BITS
