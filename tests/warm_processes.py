@@ -47,7 +47,10 @@ _IMPORTED = (
     "hardpoint_cpu.kernels",
     "hardpoint_cpu.platform",
 )
-_IMPORTED_FOR = {"hardpoint.cli": ("hardpoint.cli.app", "hardpoint.cli.doctor")}
+_IMPORTED_FOR = {
+    # Typer imports the last two once it reads a command's options.
+    "hardpoint.cli": ("hardpoint.cli.app", "hardpoint.cli.doctor", "pydantic.fields", "pydantic.type_adapter")
+}
 """What certain modules, too, import in each process: imported before the first fork that is to run one."""
 _ENGINE = "hardpoint.engine.process_main"
 _READ_AT_START = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "PYTHON")

@@ -318,7 +318,7 @@ def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_shallow: Any) -
         pytest.param("demo", {"block_size": 24}, CapabilityRefused, "block size 24", id="block-size"),
         pytest.param("demo", {"max_model_len": 10**6}, ConfigError, "max_model_len", id="context-beyond-the-models"),
         pytest.param(
-            "demo",
+            "shallow",
             {"memory_utilization": 1e-6},
             KVCacheTooSmall,
             r"(?s)beside \d+ bytes of weights: \d+ bytes are missing.*raise memory_utilization to 0\.\d+ or more$",
@@ -343,10 +343,10 @@ def test_a_prompt_larger_than_the_kv_pool_is_never_admitted(make_shallow: Any) -
     ],
 )
 def test_an_impossible_engine_is_one_typed_error(
-    model: str, settings: dict[str, Any], error: type[Exception], text: str
+    model: str, settings: dict[str, Any], error: type[Exception], text: str, shallow_demo: str
 ) -> None:
     with pytest.raises(error, match=text):
-        LLM(model, **({"backend": "cpu"} | settings))
+        LLM(shallow_demo if model == "shallow" else model, **({"backend": "cpu"} | settings))
 
 
 def test_settings_are_understood_under_the_names_of_other_engines() -> None:

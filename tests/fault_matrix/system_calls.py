@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from hardpoint.memory import DriverTable
@@ -68,14 +69,20 @@ class SystemCallTarget(FaultTarget):
 
 def run_system_calls(operations: Sequence[str], pairs: int = 0) -> list[Row]:
     """Run operations, by name, in a process whose system calls fail; `pairs` as `run_target`. Needs a C++ compiler."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = str(Path(folder) / "system_calls.so")
-        compiler = os.environ.get("CXX", "c++")
-        subprocess.run([compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-o", library, _SOURCE, "-ldl"], check=True)
-        command = [sys.executable, "-m", "tests.fault_matrix.system_calls", str(pairs), *operations]
-        environment = {**os.environ, "LD_PRELOAD": library, _LIBRARY: library}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    library = str(Path(_built().name) / "system_calls.so")
+    command = [sys.executable, "-m", "tests.fault_matrix.system_calls", str(pairs), *operations]
+    environment = {**os.environ, "LD_PRELOAD": library, _LIBRARY: library}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [Row(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@cache
+def _built() -> tempfile.TemporaryDirectory[str]:
+    """Compile the library, once for all runs, into a folder that goes with this process."""
+    folder = tempfile.TemporaryDirectory()
+    compiler, library = os.environ.get("CXX", "c++"), Path(folder.name) / "system_calls.so"
+    subprocess.run([compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-o", library, _SOURCE, "-ldl"], check=True)
+    return folder
 
 
 def main() -> None:

@@ -1,16 +1,19 @@
 """Hostile input of every kind ends in a right answer or one typed error; and what fails is reported with what repeats it.
 
-In processes of their own: what other tests have left in this one (threads, free memory) would be inherited by the forks.
+In processes of their own, forks of one from before all tests: what those have left in this one (threads, free memory) would be inherited.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm_processes import WarmPopen
 
 CASES = 2000
 ROOT = Path(__file__).parents[2]
@@ -21,11 +24,19 @@ pytestmark = pytest.mark.timeout(900)
 KINDS = ("models", "configurations", "requests")
 
 
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, with torch and the engine imported, so that it finds the repository's modules."""
+    command = (sys.executable, "-P", *command)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        output, errors = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 @pytest.fixture(scope="module")
 def fuzzed() -> subprocess.CompletedProcess[str]:
     """All kinds from one process, whose imports take as long as a thousand cases; each batch of cases is a fork of it."""
-    command = [sys.executable, "-m", "tests.fuzz", ",".join(KINDS), "0", str(CASES)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return run("-m", "tests.fuzz", ",".join(KINDS), "0", str(CASES))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,6 +89,8 @@ for seed, failure, text in zip(deeds, outcome.failures, expected, strict=True):
 """
 
 
-def test_what_a_case_does_to_its_process_is_reported_with_its_seed() -> None:
-    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, cwd=ROOT)
+def test_what_a_case_does_to_its_process_is_reported_with_its_seed(tmp_path: Path) -> None:
+    trial = tmp_path / "trial.py"
+    trial.write_text(TRIAL)
+    done = run(str(trial))
     assert done.returncode == 0, done.stderr
