@@ -166,6 +166,18 @@ class WarmPopen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def run_warm(
+    command: Sequence[str], *, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run as `subprocess.run` does, by `WarmPopen`; output is text. The child is killed where the wait for it ends before it does."""
+    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 @contextmanager
 def children_by(popen: type[subprocess.Popen[Any]]) -> Iterator[None]:
     """Have the processes of ranks and engines started so, to the context's end."""

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from hardpoint.interfaces.errors import (
 )
 from hardpoint.sampling import RequestOutputKind
 from tests.e2e.conftest import drain
-from tests.warm_processes import WarmPopen
+from tests.warm_processes import run_warm
 
 TOKENS = {"prompt_token_ids": [5, 9, 22, 7]}
 """A prompt of the model without tokenizer."""
@@ -418,13 +417,9 @@ def run_program(folder: Path, program: str, *arguments: str) -> str:
     file = folder / "program.py"
     file.write_text(program)
     command = [sys.executable, "-P", str(file), *arguments]
-    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=240)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
-    return str(out)
+    done = run_warm(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_forked_child_makes_engines_of_its_own_and_is_refused_its_parents(shallow_demo: str, tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.warm_processes import WarmPopen
+from tests.warm_processes import run_warm
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6", "--model", "{shallow}"]}
@@ -19,10 +18,6 @@ ARGUMENTS = {"rlhf_loop": ["--rounds", "2", "--tokens", "6", "--model", "{shallo
 def test_example_runs(example: Path, shallow_demo: str) -> None:
     arguments = [argument.format(shallow=shallow_demo) for argument in ARGUMENTS.get(example.stem, [])]
     command = [sys.executable, "-P", str(example), *arguments]
-    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=240)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
-    assert len(out.split()) > 10
+    done = run_warm(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 10

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_processes import WarmPopen
+from tests.warm_processes import run_warm
 
 CASES = 2000
 ROOT = Path(__file__).parents[2]
@@ -26,11 +26,7 @@ KINDS = ("models", "configurations", "requests")
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Run Python, with torch and the engine imported, so that it finds the repository's modules."""
-    command = (sys.executable, "-P", *command)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        output, errors = process.communicate()
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    return run_warm([sys.executable, "-P", *command], env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")

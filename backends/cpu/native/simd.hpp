@@ -19,7 +19,7 @@
 
 #define HP_INLINE static inline __attribute__((always_inline))
 #define HP_INLINE_MEMBER inline __attribute__((always_inline))
-// Builds with sanitizers are not optimised but for these functions, in which they would spend a fifth of the tests' time.
+// Builds with sanitizers are not optimised but for these functions, in which they would spend a sixth of the tests' time.
 #if defined(__SANITIZE_ADDRESS__)
 #define HP_HOT __attribute__((optimize("O1")))
 #else

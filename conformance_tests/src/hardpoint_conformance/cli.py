@@ -165,7 +165,7 @@ def verify_command(
 
     Exit codes: 0 all are whole, 1 one is not (each problem is named), 2 wrong options.
     """
-    # Of several, each is a fork of a process that has imported the suite; for one that would take longer than a fresh one.
+    # The tests of several reports are listed by forks of a process that has imported the suite. For one or two, fresh processes are faster.
     with ForkServer(for_ranks=False, variables={}) as server:
         in_order = [_is_in_order(file, conformant, server.start if len(files) > 2 else start) for file in files]
     if not all(in_order):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hardpoint.interfaces import API_VERSION
-from tests.warm_processes import WarmPopen
+from tests.warm_processes import run_warm
 
 BACKEND = """
 import pluggy
@@ -70,11 +70,8 @@ class Machine:
         path = os.pathsep.join([str(self.folder), *filter(None, [environment.get("PYTHONPATH")])])
         environment |= {"PYTHONPATH": path, "HARDPOINT_BLOCK_BACKENDS": BLOCKED, "NO_COLOR": "1", "COLUMNS": "200"}
         command = [sys.executable, *(["-c", program] if program else ["-P", "-m", "hardpoint.cli"]), *arguments]
-        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         # What a light command imports, programs show.
-        with WarmPopen(command, env=environment | self.environment, **streams) as process:
-            output, errors = process.communicate()
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+        return run_warm(command, env=environment | self.environment)
 
     def report(self, *arguments: str) -> Any:
         ended = self.run("doctor", "--json", *arguments)

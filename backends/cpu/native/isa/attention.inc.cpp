@@ -694,7 +694,7 @@ HP_INLINE void multiply_block(const typename O::Left* a, int a_stride, const typ
 
 template <class O, int R>
 HP_HOT void multiply_rows(const typename O::Left* a, int a_stride, const typename O::Right* b, int b_stride, int depth, float* c,
-                   int c_stride, int vectors, bool accumulate) {
+                          int c_stride, int vectors, bool accumulate) {
   int j = 0;
   for (; j + kMicroVectors <= vectors; j += kMicroVectors)
     multiply_block<O, R, kMicroVectors>(a, a_stride, b + j * kLanes, b_stride, depth, c + j * kLanes, c_stride, accumulate);
